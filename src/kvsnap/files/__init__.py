@@ -185,7 +185,11 @@ class Writer:
         """Write one buffer at byte `offset`; the position stays. Errors as for `write`."""
         if offset < 0:
             raise InputError(f"cannot write at {offset}: an offset of 0 or more is expected", path=self.path)
-        return _put(self._checked(), self.path, self._named, [data], offset)
+        return self.write_at([data], offset)
+
+    def write_at(self, buffers: Buffers, offset: int) -> int:
+        """Write all buffers, one behind the other, at byte `offset`; the position stays. Errors as for `write`."""
+        return _put(self._checked(), self.path, self._named, buffers, offset)
 
     def tell(self) -> int:
         """Return the position: the byte that the next `write` goes to."""

@@ -1,0 +1,66 @@
+"""The native file, `.kvsnap`: docs/spec/file.md. One commit for a snapshot, many for a session (`kvsnap.session`)."""
+
+from __future__ import annotations
+
+import os
+
+from kvsnap import codecs
+from kvsnap.errors import InputError
+from kvsnap.files import replacing
+from kvsnap.formats.native.read import BytesReader, NativeFile
+from kvsnap.formats.native.verify import Damage, VerifyReport, verify_file
+from kvsnap.formats.native.write import MemorySink, SaveReport, write_snapshot
+from kvsnap.layout import Snapshot
+from kvsnap.protocols import Progress
+from kvsnap.records import MAGIC
+
+__all__ = [
+    "BytesReader", "Damage", "NativeFile", "SaveReport", "VerifyReport", "dumps", "load", "loads", "save", "sniff",
+    "verify_file",
+]  # fmt: skip
+
+NAME = "native"
+
+
+def sniff(head: bytes) -> bool:
+    """Tell whether a file that starts with these bytes is one of ours."""
+    return head.startswith(MAGIC)
+
+
+def save(
+    snapshot: Snapshot,
+    path: str | os.PathLike[str],
+    *,
+    codec: str | None = None,
+    sync: bool = True,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Write a sealed file durably: under a temporary name, synced, then renamed; on an error nothing has changed.
+
+    `codec` is `exact` (the default) or `q8`. Raise `InputError`, `MissingError` (no such directory) or `StorageError`.
+    """
+    name = codecs.codec_of_name(codec or "exact").name
+    with replacing(path, sync=sync) as writer:
+        return write_snapshot(snapshot, writer, codec=name, path=os.fspath(path), progress=progress)
+
+
+def dumps(snapshot: Snapshot, *, codec: str | None = None) -> bytes:
+    """Return the bytes of a sealed file."""
+    sink = MemorySink()
+    write_snapshot(snapshot, sink, codec=codec)
+    return bytes(sink.data)
+
+
+def load(path: str | os.PathLike[str], *, mmap: bool = True) -> Snapshot:
+    """Open a file and return its snapshot; tensors are read, and checked, when they are first used.
+
+    With `mmap` the exact tensors of a sealed file are views of the mapped file. A session is read at its last commit.
+    """
+    return NativeFile.open(path, mapped=mmap).snapshot()
+
+
+def loads(data: bytes | bytearray | memoryview) -> Snapshot:
+    """Return the snapshot in these bytes; tensors may be views of `data`."""
+    if not len(data):
+        raise InputError("no bytes to load a snapshot from")
+    return NativeFile(BytesReader(data)).snapshot()

@@ -1,0 +1,291 @@
+"""Reading `.kvsnap` files: opening, the live list, and tensors that are read when they are used. Spec section 12."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsnap.errors import DamagedError, FormatError
+from kvsnap.files import Reader
+from kvsnap.formats.native import schema
+from kvsnap.formats.native.sources import JoinedSource, PartSource, Slice
+from kvsnap.formats.native.tables import (
+    Commit,
+    Entry,
+    Table,
+    history_digest,
+    parse_commit,
+    parse_index,
+    parse_json,
+    parse_table,
+)
+from kvsnap.identity import Identity
+from kvsnap.layout import Snapshot, Tensor, cut_positions, cut_runs, join_positions, join_runs
+from kvsnap.records import RECORD_SIZE, SNAPSHOT, End, FileHeader, Kind, ReadAt, find_end, read_header, read_record
+from kvsnap.tensors import numpy_dtype
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+    from kvsnap.layout import PositionRun, Run, SamplerState
+    from kvsnap.tensors import TensorSpec
+
+__all__ = ["BytesReader", "NativeFile", "Span"]
+
+MAX_JSON = 64 << 20
+
+
+class FileReader(ReadAt, Protocol):
+    """A `ReadAt` that can also fill arrays and be mapped."""
+
+    def read_into(self, offset: int, buffer: WriteableBuffer) -> int:
+        """Fill the buffer from `offset` on."""
+
+    def map(self) -> memoryview:
+        """The whole file, read-only."""
+
+
+class BytesReader:
+    """A file in memory, for `loads`."""
+
+    path: str | None = None
+
+    def __init__(self, data: bytes | bytearray | memoryview) -> None:
+        self._data = memoryview(data).toreadonly().cast("B")
+        self.size = len(self._data)
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Return these bytes, or raise `DamagedError`."""
+        if offset + length > self.size:
+            raise DamagedError("the data is cut off", offset=offset, expected=length, found=max(0, self.size - offset))
+        return bytes(self._data[offset : offset + length])
+
+    def read_into(self, offset: int, buffer: WriteableBuffer) -> int:
+        """Fill the buffer."""
+        view = memoryview(buffer).cast("B")
+        view[:] = self.read_at(offset, view.nbytes)
+        return view.nbytes
+
+    def map(self) -> memoryview:
+        """Return the data itself."""
+        return self._data
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A SPAN as it is used by the live list: the entry, its table, and where its payload starts."""
+
+    entry: Entry
+    table: Table
+    payload: int
+
+
+class NativeFile:
+    """One open `.kvsnap` file at one commit. Reading takes no lock; a writer that appends does not disturb it."""
+
+    def __init__(self, reader: FileReader, *, mapped: bool = True) -> None:
+        self.reader = reader
+        self.header: FileHeader = read_header(reader)
+        self.end: End = find_end(reader, self.header)
+        self.commit: Commit = parse_commit(self.end.payload, self.path, self.end.footer.commit_offset + RECORD_SIZE)
+        # A journal may be cut by a later writer, which a mapping would not survive.
+        self.mapped = mapped and self.sealed
+        if self.commit.number != self.end.footer.commit:
+            raise FormatError("COMMIT and its footer disagree", path=self.path, expected=self.end.footer.commit)
+
+    @staticmethod
+    def open(path: str | os.PathLike[str], *, mapped: bool = True) -> NativeFile:
+        """Open a file. Raise `MissingError`, `FormatError`, `VersionError` or `DamagedError`."""
+        return NativeFile(Reader(path), mapped=mapped)
+
+    @property
+    def path(self) -> str | None:
+        """Name for messages."""
+        return self.reader.path
+
+    @property
+    def sealed(self) -> bool:
+        """True when nothing may be appended."""
+        return self.header.use == SNAPSHOT or self.commit.sealed
+
+    def close(self) -> None:
+        """Close the file now; tensors that were not read yet can then no longer be read."""
+        if isinstance(self.reader, Reader):
+            self.reader.close()
+
+    def _payload(self, offset: int, kind: int) -> tuple[bytes, int]:
+        _, payload = read_record(self.reader, self.header, offset, kind=kind, limit=MAX_JSON)
+        return payload, offset + RECORD_SIZE
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """The live list. Raise `DamagedError` or `FormatError` when INDEX cannot be read or does not add up."""
+        commit = self.commit
+        kept: tuple[Entry, ...] = ()
+        if commit.index:
+            _, payload = read_record(self.reader, self.header, commit.index, kind=Kind.INDEX)
+            kept = parse_index(payload, self.path, commit.index + RECORD_SIZE)
+            if commit.index_kept > len(kept):
+                raise FormatError(
+                    "COMMIT keeps more of INDEX than there is",
+                    path=self.path,
+                    offset=commit.index,
+                    expected=commit.index_kept,
+                    found=len(kept),
+                )
+            kept = kept[: commit.index_kept]
+        live = kept + commit.tail
+        n_tokens, n_rows = sum(e.n_tokens for e in live), 0
+        for entry in live:
+            if entry.row_start != n_rows:
+                raise FormatError("the live list has a gap", path=self.path, expected=n_rows, found=entry.row_start)
+            n_rows += entry.n_rows
+        digest = live[-1].digest if live else bytes(16)
+        if (n_tokens, n_rows, digest) != (commit.n_tokens, commit.n_rows, commit.digest):
+            raise FormatError(
+                "the live list does not add up to its COMMIT", path=self.path,
+                expected=f"{commit.n_tokens} tokens, {commit.n_rows} rows", found=f"{n_tokens} tokens, {n_rows} rows",
+            )  # fmt: skip
+        return live
+
+    @cached_property
+    def geometry(self) -> schema.Geometry:
+        """What LAYOUT says; empty when there is none."""
+        if not self.commit.layout:
+            return schema.Geometry("", (), ())
+        return schema.parse_layout(*self._json(self.commit.layout, Kind.LAYOUT))
+
+    def _json(self, offset: int, kind: int) -> tuple[bytes, str | None, int]:
+        payload, place = self._payload(offset, kind)
+        return payload, self.path, place
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What IDENTITY says; empty (all unknown) when there is none."""
+        if not self.commit.identity:
+            return Identity()
+        return Identity.from_dict(parse_json(*self._json(self.commit.identity, Kind.IDENTITY)))
+
+    @cached_property
+    def note(self) -> tuple[str | None, dict[str, str]]:
+        """Text and metadata."""
+        if not self.commit.note:
+            return None, {}
+        return schema.parse_note(*self._json(self.commit.note, Kind.NOTE))
+
+    def table_at(self, offset: int, kind: int) -> tuple[Table, int, int]:
+        """Read the table of a SPAN or STATE; return it, the offset of its payload, and the record's header checksum."""
+        record, raw = read_record(self.reader, self.header, offset, kind=kind)
+        check = int.from_bytes(record.pack(self.header.salt, offset)[56:], "little")
+        place = offset + RECORD_SIZE
+        return parse_table(raw, record.length, self.path, place), place, check
+
+    def spans(self) -> Iterator[Span]:
+        """Yield the spans of the live list in order, each checked against its entry and the digest of the history."""
+        digest, n_tokens = bytes(16), 0
+        for entry in self.entries:
+            table, payload, check = self.table_at(entry.span, Kind.SPAN)
+            fits = check == entry.check and table.row_start == entry.row_start and table.token_start == n_tokens
+            if not fits or entry.n_rows > table.n_rows or entry.n_tokens > len(table.tokens):
+                raise FormatError("a SPAN is not the one that the live list means", path=self.path, offset=entry.span)
+            digest = history_digest(digest, table.tokens[: entry.n_tokens], entry.n_rows)
+            if digest != entry.digest:
+                raise DamagedError("the history digest of a SPAN does not fit", path=self.path, offset=entry.span)
+            n_tokens += entry.n_tokens
+            yield Span(entry, table, payload)
+
+    def state(self) -> tuple[dict[int, Tensor], SamplerState | None]:
+        """Read STATE: its tensors by id (not their bytes), and the sampler."""
+        if not self.commit.state:
+            return {}, None
+        table, payload, _ = self.table_at(self.commit.state, Kind.STATE)
+        specs = {spec.id: spec for spec in self.geometry.tensors}
+        tensors = {}
+        for part in table.parts:
+            source = PartSource(self.reader, self._spec(specs, part.tensor, payload), part, payload, mapped=self.mapped)
+            tensors[part.tensor] = Tensor(source.spec, source, n_rows=part.n_rows)
+        return tensors, schema.parse_sampler(table.meta, self.path, payload)
+
+    def _spec(self, specs: dict[int, TensorSpec], number: int, offset: int) -> TensorSpec:
+        if number not in specs:
+            raise FormatError(
+                "a part names a tensor that LAYOUT does not have", path=self.path, offset=offset, found=number
+            )
+        return specs[number]
+
+    def snapshot(self) -> Snapshot:
+        """Return everything as a snapshot. Tensor bytes are read, and checked, when they are first used."""
+        specs = {spec.id: spec for spec in self.geometry.tensors}
+        slices: dict[int, list[Slice]] = {}
+        ids: list[npt.NDArray[np.int32]] = []
+        runs: tuple[Run, ...] = ()
+        positions: tuple[PositionRun, ...] = ()
+        for span in self.spans():
+            entry, table = span.entry, span.table
+            ids.append(table.tokens[: entry.n_tokens])
+            runs = join_runs(runs, cut_runs(table.runs, entry.n_tokens))
+            positions = join_positions(positions, cut_positions(table.positions, entry.n_rows))
+            for part in table.parts:
+                source = PartSource(
+                    self.reader, self._spec(specs, part.tensor, span.payload), part, span.payload, mapped=self.mapped
+                )
+                kept = min(
+                    part.n_rows, max(0, (entry.row_start + entry.n_rows) // source.spec.tokens_per_row - part.row_start)
+                )
+                slices.setdefault(part.tensor, []).append(Slice(source, kept if source.spec.grows else part.n_rows))
+        tensors = {number: self._joined(specs[number], found) for number, found in slices.items()}
+        replaced, sampler = self.state()
+        for spec in self.geometry.tensors:
+            if spec.grows and spec.id not in tensors:
+                tensors[spec.id] = Tensor(spec, np.zeros(spec.shape, dtype=numpy_dtype(spec.dtype)))
+        logits = next((t for t in replaced.values() if t.role == "logits"), None)
+        text, metadata = self.note
+        every = np.concatenate(ids) if ids else np.zeros(0, np.int32)
+        return Snapshot(
+            architecture=self.geometry.architecture,
+            layers=self.geometry.build(tensors | replaced),
+            tokens=tuple(every.tolist()),
+            runs=runs,
+            n_rows=self.commit.n_rows,
+            n_pending=self.commit.n_pending,
+            token_offset=self.commit.token_offset,
+            positions=positions,
+            logits=logits,
+            sampler=sampler,
+            identity=self.identity,
+            text=text,
+            metadata=metadata,
+            source={
+                "format": "native",
+                "path": self.path,
+                "commit": self.commit.number,
+                "complete": self.commit.complete,
+            },
+        )
+
+    def _joined(self, spec: TensorSpec, slices: Sequence[Slice]) -> Tensor:
+        if not spec.grows:
+            last = slices[-1].source
+            return Tensor(spec, last, n_rows=last.part.n_rows)
+        start = at = slices[0].source.part.row_start
+        for piece in slices:
+            if piece.source.part.row_start != at:
+                raise FormatError(
+                    f"{spec.name}: rows are missing between two spans", path=self.path,
+                    offset=piece.source.offset, expected=at, found=piece.source.part.row_start,
+                )  # fmt: skip
+            at += piece.n_rows
+        expected = self.commit.n_rows // spec.tokens_per_row
+        if spec.growth == "grow" and (start, at) != (0, expected):
+            raise FormatError(
+                f"{spec.name}: rows are missing", path=self.path, expected=f"0 to {expected}", found=f"{start} to {at}"
+            )
+        if len(slices) == 1 and slices[0].is_whole:
+            return Tensor(spec, slices[0].source, start=start, n_rows=at - start)
+        return Tensor(spec, JoinedSource(spec, tuple(slices)), start=start, n_rows=at - start)

@@ -1,0 +1,256 @@
+"""The JSON payloads of a `.kvsnap` file as data: LAYOUT, NOTE and the sampler of a STATE. Spec sections 6, 8 and 9."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, get_args
+
+from kvsnap.errors import FormatError, InputError
+from kvsnap.formats.native.tables import canonical_json, parse_json
+from kvsnap.layout import RandomState, Sampler, SamplerState, Snapshot
+from kvsnap.tensors import DTYPES, ROLES, Growth, Layer, Pairing, RopeState, Tensor, TensorSpec, numpy_dtype
+
+__all__ = [
+    "Geometry",
+    "LayerShape",
+    "geometry_of",
+    "pack_layout",
+    "pack_sampler",
+    "parse_layout",
+    "parse_note",
+    "parse_sampler",
+]
+
+MAX_TENSORS, MAX_AXES, MAX_LAYERS, MAX_ROW_BYTES = 65_536, 8, 65_536, 2**40
+_CHOICES = {
+    "role": ROLES,
+    "dtype": tuple(DTYPES),
+    "growth": get_args(Growth),
+    "rope": get_args(RopeState),
+    "pairing": get_args(Pairing),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """A layer without its values: what LAYOUT says of it."""
+
+    kind: str
+    num_query_heads: int
+    shares: int | None
+    tensors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What LAYOUT says: the architecture, every tensor (logits too), every layer."""
+
+    architecture: str
+    tensors: tuple[TensorSpec, ...]
+    layers: tuple[LayerShape, ...]
+
+    def build(self, tensors: Mapping[int, Tensor]) -> tuple[Layer, ...]:
+        """Return the layers, with the values given by tensor id. A tensor without values is left out."""
+        return tuple(
+            Layer(
+                index=i,
+                kind=shape.kind,
+                num_query_heads=shape.num_query_heads,
+                shares=shape.shares,
+                tensors=tuple(tensors[t] for t in shape.tensors if t in tensors),
+            )
+            for i, shape in enumerate(self.layers)
+        )
+
+
+def geometry_of(snapshot: Snapshot) -> Geometry:
+    """Return the geometry of a snapshot. Raise `InputError` for ids used twice or layers out of order."""
+    tensors = [t.spec for t in snapshot.tensors()] + ([snapshot.logits.spec] if snapshot.logits else [])
+    if len({t.id for t in tensors}) != len(tensors):
+        raise InputError("two tensors of a snapshot have one id")
+    layers = []
+    for place, layer in enumerate(snapshot.layers):
+        if layer.index != place:
+            raise InputError("layers of a snapshot are out of order", expected=place, found=layer.index)
+        ids = tuple(t.spec.id for t in layer.tensors)
+        layers.append(LayerShape(layer.kind, layer.num_query_heads, layer.shares, ids))
+    return Geometry(snapshot.architecture, tuple(tensors), tuple(layers))
+
+
+def pack_layout(geometry: Geometry) -> bytes:
+    """Return the payload of a LAYOUT record."""
+    names = TensorSpec.__dataclass_fields__
+    return canonical_json(
+        {
+            "architecture": geometry.architecture,
+            "tensors": [{name: getattr(spec, name) for name in names} for spec in geometry.tensors],
+            "layers": [
+                {
+                    "index": i,
+                    "kind": layer.kind,
+                    "num_query_heads": layer.num_query_heads,
+                    "shares": layer.shares,
+                    "tensors": list(layer.tensors),
+                }
+                for i, layer in enumerate(geometry.layers)
+            ],
+        }
+    )
+
+
+class _Reader:
+    """Typed access to one JSON object; every error names the record and the member."""
+
+    def __init__(self, data: Any, what: str, path: str | None, offset: int) -> None:
+        self.what, self.path, self.offset = what, path, offset
+        if not isinstance(data, dict):
+            self.refuse("itself", "an object", data)
+        self.data: dict[str, Any] = data
+
+    def refuse(self, name: str, expected: str, found: Any) -> NoReturn:
+        shown = f"{found!r}"[:60]
+        raise FormatError(
+            f"{self.what}: {name} is not valid", path=self.path, offset=self.offset, expected=expected, found=shown
+        )
+
+    def text(self, name: str) -> str:
+        value = self.data.get(name)
+        if not isinstance(value, str):
+            self.refuse(name, "text", value)
+        choices = _CHOICES.get(name)
+        if choices and value not in choices:
+            self.refuse(name, "one of " + " ".join(c or "(empty)" for c in choices), value)
+        return value
+
+    def integer(self, name: str, low: int, high: int) -> int:
+        return self.check_integer(name, self.data.get(name), low, high)
+
+    def check_integer(self, name: str, value: Any, low: int, high: int) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            self.refuse(name, f"an integer from {low} to {high}", value)
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.data.get(name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            self.refuse(name, "a number", value)
+        return value
+
+    def items(self, name: str, most: int) -> list[Any]:
+        value = self.data.get(name)
+        if not isinstance(value, list) or len(value) > most:
+            self.refuse(name, f"a list of at most {most}", len(value) if isinstance(value, list) else value)
+        return value
+
+
+def _spec(data: Any, path: str | None, offset: int) -> TensorSpec:
+    r = _Reader(data, "LAYOUT tensor", path, offset)
+    shape = tuple(r.check_integer("shape", size, 0, 2**40) for size in r.items("shape", MAX_AXES))
+    axes = tuple(str(axis) for axis in r.items("axes", MAX_AXES))
+    spec = TensorSpec(
+        id=r.integer("id", 0, 2**32 - 1),
+        name=r.text("name"),
+        layer=r.integer("layer", -1, MAX_LAYERS),
+        role=r.text("role"),
+        dtype=r.text("dtype"),
+        axes=axes,
+        shape=shape,
+        growth=r.text("growth"),  # type: ignore[arg-type] # one of the choices
+        row_axis=r.integer("row_axis", -1, len(shape) - 1),
+        tokens_per_row=r.integer("tokens_per_row", 1, 2**20),
+        window=r.integer("window", 0, 2**40),
+        rope=r.text("rope"),  # type: ignore[arg-type] # one of the choices
+        pairing=r.text("pairing"),  # type: ignore[arg-type] # one of the choices
+    )
+    row_bytes = numpy_dtype(spec.dtype).itemsize
+    for size in shape:
+        row_bytes *= max(size, 1)
+    if row_bytes > MAX_ROW_BYTES:
+        r.refuse("shape", f"rows of at most {MAX_ROW_BYTES} bytes", list(shape))
+    if len(axes) != len(shape):
+        r.refuse("axes", f"{len(shape)} names", len(axes))
+    if (spec.row_axis >= 0 and shape[spec.row_axis] != 0) or (spec.grows and spec.row_axis < 0):
+        r.refuse("row_axis", "an axis of length 0, needed by a tensor that grows", spec.row_axis)
+    return spec
+
+
+def parse_layout(raw: bytes, path: str | None, offset: int) -> Geometry:
+    """Parse the payload of a LAYOUT record. Raise `FormatError` naming the member."""
+    r = _Reader(parse_json(raw, path, offset), "LAYOUT", path, offset)
+    tensors = tuple(_spec(item, path, offset) for item in r.items("tensors", MAX_TENSORS))
+    known = {spec.id for spec in tensors}
+    if len(known) != len(tensors):
+        r.refuse("tensors", "one id each", "an id used twice")
+    layers = []
+    items = r.items("layers", MAX_LAYERS)
+    for place, item in enumerate(items):
+        row = _Reader(item, f"LAYOUT layer {place}", path, offset)
+        row.integer("index", place, place)
+        shares = row.data.get("shares")
+        if shares is not None:
+            row.check_integer("shares", shares, 0, len(items) - 1)
+            if items[shares].get("shares") is not None:
+                row.refuse("shares", "a layer with tensors of its own", shares)
+        ids = tuple(row.check_integer("tensors", t, 0, 2**32 - 1) for t in row.items("tensors", MAX_TENSORS))
+        if not known.issuperset(ids):
+            row.refuse("tensors", "ids of tensors in this LAYOUT", sorted(set(ids) - known)[:4])
+        layers.append(LayerShape(row.text("kind"), row.integer("num_query_heads", 0, 2**20), shares, ids))
+    return Geometry(r.text("architecture"), tensors, tuple(layers))
+
+
+def pack_sampler(state: SamplerState | None) -> bytes:
+    """Return the meta of a STATE record."""
+    if state is None:
+        return canonical_json({"sampler": None, "random": None})
+    settings = {name: getattr(state.settings, name) for name in Sampler.__dataclass_fields__}
+    random = {name: getattr(state.random, name) for name in RandomState.__dataclass_fields__}
+    return canonical_json({"sampler": settings, "random": random})
+
+
+def parse_sampler(raw: bytes, path: str | None, offset: int) -> SamplerState | None:
+    """Parse the meta of a STATE record. Raise `FormatError` naming the member."""
+    data = parse_json(raw, path, offset)
+    if data.get("sampler") is None or data.get("random") is None:
+        return None
+    s = _Reader(data["sampler"], "STATE sampler", path, offset)
+    n = _Reader(data["random"], "STATE random", path, offset)
+    random = RandomState(n.integer("seed", 0, 2**64 - 1), n.integer("draws", 0, 2**63), n.text("algorithm"))
+    seed = None if s.data.get("seed") is None else s.integer("seed", 0, 2**64 - 1)
+    try:
+        settings = Sampler(
+            repetition_penalty=s.number("repetition_penalty"),
+            temperature=s.number("temperature"),
+            top_k=s.integer("top_k", 0, 2**31),
+            top_p=s.number("top_p"),
+            min_p=s.number("min_p"),
+            seed=seed,
+        )
+    except InputError as error:
+        s.refuse("settings", str(error.expected), error.found)
+    return SamplerState(settings, random)
+
+
+def pack_note(text: str | None, metadata: Mapping[str, str]) -> bytes:
+    """Return the payload of a NOTE record."""
+    return canonical_json({"text": text, "metadata": dict(metadata)})
+
+
+def parse_note(raw: bytes, path: str | None, offset: int) -> tuple[str | None, dict[str, str]]:
+    """Parse the payload of a NOTE record: text and metadata."""
+    r = _Reader(parse_json(raw, path, offset), "NOTE", path, offset)
+    text, metadata = r.data.get("text"), r.data.get("metadata")
+    if text is not None and not isinstance(text, str):
+        r.refuse("text", "text or null", text)
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        r.refuse("metadata", "an object of text", metadata)
+    return text, metadata
+
+
+def same_tensors(a: Sequence[TensorSpec], b: Sequence[TensorSpec]) -> str | None:
+    """Return what differs between two lists of tensors, in words, or None."""
+    left, right = {s.id: s for s in a}, {s.id: s for s in b}
+    for number in sorted(left.keys() | right.keys()):
+        if left.get(number) != right.get(number):
+            return f"tensor {number}: {left.get(number)} against {right.get(number)}"
+    return None

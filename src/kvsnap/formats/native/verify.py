@@ -1,0 +1,231 @@
+"""Checking every byte of a `.kvsnap` file, and naming what is damaged. Spec sections 12 and 14."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvsnap import codecs
+from kvsnap.errors import DamagedError, FormatError, KvsnapError, UnsupportedError
+from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.sources import PartSource
+from kvsnap.formats.native.tables import Table, parse_commit
+from kvsnap.protocols import Progress
+from kvsnap.records import (
+    FOOTER_SIZE,
+    HEADER_SIZE,
+    RECORD_SIZE,
+    WITH_PARTS,
+    Kind,
+    RecordHeader,
+    commit_digest,
+    parse_footer,
+    read_record,
+    record_end,
+    scan,
+)
+from kvsnap.tensors import numpy_dtype
+
+__all__ = ["Damage", "VerifyReport", "verify_file"]
+
+_STEP = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One damaged place: what it is, the offset of its bytes, and the history it takes with it.
+
+    `live` tells whether the current history needs it. `tokens` is the range of tokens `[first, last)` that is lost.
+    """
+
+    what: str
+    offset: int
+    live: bool
+    tensor: str = ""
+    tokens: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        lost = "" if self.tokens is None else f", tokens [{self.tokens[0]}, {self.tokens[1]})"
+        return f"byte {self.offset}: {self.what}{lost}{'' if self.live else ' (not part of the current history)'}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found. `ok` is True when every byte of the current history is as it was written.
+
+    `notes` are things to know that lose nothing: a torn tail, damage in records that are no longer live.
+    """
+
+    path: str | None
+    format: str
+    n_bytes: int
+    n_records: int
+    n_parts: int
+    n_commits: int
+    n_tokens: int
+    damages: tuple[Damage, ...]
+    notes: tuple[str, ...]
+    dropped: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing live is damaged."""
+        return not any(d.live for d in self.damages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return {
+            "ok": self.ok,
+            **{name: getattr(self, name) for name in self.__dataclass_fields__ if name != "damages"},
+            "notes": list(self.notes),
+            "damages": [
+                {"what": d.what, "offset": d.offset, "live": d.live, "tensor": d.tensor, "tokens": d.tokens}
+                for d in self.damages
+            ],
+        }
+
+
+@dataclass(slots=True)
+class _Walk:
+    file: NativeFile
+    progress: Progress | None
+    damages: list[Damage] = field(default_factory=list)
+    n_records: int = 0
+    n_parts: int = 0
+    n_commits: int = 0
+    live: set[int] = field(default_factory=set)
+    live_tokens: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def found(self, what: str, offset: int, record: int, **facts: Any) -> None:
+        self.damages.append(Damage(what, offset, record in self.live, **facts))
+
+    def zero(self, start: int, stop: int, record: int) -> None:
+        """Check padding."""
+        if stop > start and any(self.file.reader.read_at(start, stop - start)):
+            self.found("padding is not zero", start, record)
+
+
+def _live_records(file: NativeFile, walk: _Walk) -> None:
+    commit = file.commit
+    walk.live = {
+        file.end.footer.commit_offset, commit.identity, commit.layout, commit.state, commit.note, commit.index,
+    } - {0}  # fmt: skip
+    token = 0
+    for entry in file.entries:
+        walk.live.add(entry.span)
+        walk.live_tokens[entry.span] = (token, token + entry.n_tokens)
+        token += entry.n_tokens
+
+
+def _check_parts(walk: _Walk, offset: int, record: RecordHeader, table: Table) -> None:
+    file = walk.file
+    specs = {spec.id: spec for spec in file.geometry.tensors}
+    at = offset + RECORD_SIZE + record.table_length
+    for part in table.parts:
+        start = offset + RECORD_SIZE + part.offset
+        walk.zero(at, start, offset)
+        at = start + part.stored
+        spec = specs.get(part.tensor)
+        name = spec.name if spec else f"tensor {part.tensor}"
+        digest = xxhash.xxh3_64()
+        for place in range(start, at, _STEP):
+            digest.update(file.reader.read_at(place, min(_STEP, at - place)))
+        tokens = walk.live_tokens.get(offset)
+        if digest.intdigest() != part.checksum:
+            rows = f"rows [{part.row_start}, {part.row_start + part.n_rows})"
+            walk.found(f"{name} {rows} does not fit its checksum", start, offset, tensor=name, tokens=tokens)
+        elif spec is None:
+            walk.found(f"LAYOUT has no {name}", start, offset, tensor=name, tokens=tokens)
+        elif part.codec != codecs.EXACT.id:
+            source = PartSource(file.reader, spec, part, offset + RECORD_SIZE, mapped=False)
+            source.read_into(np.empty(source.shape, dtype=numpy_dtype(spec.dtype)))
+        walk.n_parts += 1
+
+
+def _guarded(walk: _Walk, offset: int, record: RecordHeader) -> None:
+    try:
+        _check_record(walk, offset, record)
+    except UnsupportedError:
+        raise
+    except KvsnapError as error:
+        walk.found(error.message, error.offset or offset, offset, tokens=walk.live_tokens.get(offset))
+
+
+def _check_record(walk: _Walk, offset: int, record: RecordHeader) -> None:
+    file = walk.file
+    _, raw = read_record(file.reader, file.header, offset)
+    end = offset + RECORD_SIZE + record.length
+    walk.zero(end, record_end(offset, record), offset)
+    if record.kind in WITH_PARTS:
+        table, _, _ = file.table_at(offset, record.kind)
+        _check_parts(walk, offset, record, table)
+    elif record.kind == Kind.COMMIT:
+        walk.n_commits += 1
+        _check_commit(walk, offset, record, raw)
+
+
+def _check_commit(walk: _Walk, offset: int, record: RecordHeader, raw: bytes) -> None:
+    file, place = walk.file, record_end(offset, record)
+    commit = parse_commit(raw, file.path, offset + RECORD_SIZE)
+    footer = parse_footer(file.reader.read_at(place, FOOTER_SIZE), file.header.salt, place)
+    digest = commit_digest(record.pack(file.header.salt, offset), raw)
+    if footer is None or footer.digest != digest or footer.commit_offset != offset:
+        walk.found("a footer does not fit its COMMIT", place, offset)
+    if commit.previous:
+        before, payload = read_record(file.reader, file.header, commit.previous, kind=Kind.COMMIT)
+        if commit_digest(before.pack(file.header.salt, commit.previous), payload) != commit.previous_digest:
+            walk.found("broken history: the previous COMMIT is not the one meant", commit.previous, offset)
+
+
+def _records(walk: _Walk) -> Iterator[tuple[int, RecordHeader]]:
+    """Scan, and where a header is damaged go on at the next record that the live list knows."""
+    file = walk.file
+    stop, offset = file.end.footer.file_length, HEADER_SIZE
+    known = sorted(walk.live)
+    while offset < stop:
+        try:
+            for place, record in scan(file.reader, file.header, stop, start=offset):
+                offset = record_end(place, record) + (FOOTER_SIZE if record.kind == Kind.COMMIT else 0)
+                yield place, record
+        except (DamagedError, FormatError) as error:
+            later = [place for place in known if place > offset]
+            walk.found(
+                error.message, offset, offset if offset in walk.live else -1, tokens=walk.live_tokens.get(offset)
+            )
+            if not later:
+                return
+            offset = later[0]
+
+
+def verify_file(file: NativeFile, progress: Progress | None = None) -> VerifyReport:
+    """Check every record, part and padding byte of an open file. Damage is reported, not raised."""
+    walk = _Walk(file, progress)
+    try:
+        _live_records(file, walk)
+    except (DamagedError, FormatError) as error:
+        walk.damages.append(Damage(error.message, error.offset or 0, live=True, tokens=(0, file.commit.n_tokens)))
+    stop = file.end.footer.file_length
+    for offset, record in _records(walk):
+        walk.n_records += 1
+        _guarded(walk, offset, record)
+        if progress is not None:
+            progress(record_end(offset, record), stop)
+    try:
+        for _ in file.spans():
+            pass
+        file.snapshot()
+    except (DamagedError, FormatError) as error:
+        if all(not d.live for d in walk.damages):
+            walk.damages.append(Damage(error.message, error.offset or 0, live=True))
+    notes = list(file.end.notes)
+    if file.end.dropped:
+        notes.append(f"{file.end.dropped} bytes behind the last published commit are not part of the history")
+    return VerifyReport(
+        path=file.path, format="native", n_bytes=file.reader.size, n_records=walk.n_records, n_parts=walk.n_parts,
+        n_commits=walk.n_commits, n_tokens=file.commit.n_tokens, damages=tuple(walk.damages), notes=tuple(notes),
+        dropped=file.end.dropped,
+    )  # fmt: skip

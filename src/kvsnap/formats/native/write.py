@@ -1,0 +1,338 @@
+"""Writing records, and whole sealed snapshots. Spec sections 7, 11 and 13."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from kvsnap import codecs
+from kvsnap.errors import InputError
+from kvsnap.formats.native import schema
+from kvsnap.formats.native.tables import Commit, Entry, Part, Table, canonical_json, history_digest
+from kvsnap.layout import Snapshot, Tensor
+from kvsnap.protocols import Encoded, Progress
+from kvsnap.records import (
+    FOOTER_SIZE,
+    HEADER_SIZE,
+    RECORD_SIZE,
+    SNAPSHOT,
+    FileHeader,
+    Footer,
+    Kind,
+    RecordHeader,
+    align64,
+    commit_digest,
+    record_end,
+)
+
+__all__ = ["MemorySink", "RecordWriter", "SaveReport", "Sink", "new_header", "write_snapshot"]
+
+_OVERLAP_FROM = 4 << 20
+
+
+class Sink(Protocol):
+    """Positional writes. Ranges are written once, in any order; gaps between them are written too, later or earlier."""
+
+    def write_at(self, buffers: Sequence[Any], offset: int) -> int:
+        """Write all buffers one behind the other at `offset`; return the number of bytes. Raises `StorageError`."""
+
+
+class MemorySink:
+    """A sink in memory, for `dumps`."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def write_at(self, buffers: Sequence[Any], offset: int) -> int:
+        """Write into the buffer, growing it with zeros."""
+        total = 0
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"")
+            end = offset + total + view.nbytes
+            if end > len(self.data):
+                self.data.extend(bytes(end - len(self.data)))
+            self.data[offset + total : end] = view
+            total += view.nbytes
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save or an append wrote.
+
+    `nbytes` counts all bytes written, `tensor_bytes` the decoded size of the tensors in it; `exact` tells whether every
+    part decodes to the same bits, else `bound` is the largest absolute error any part admits. `inexact` names the
+    tensors that are not exact.
+    """
+
+    path: str | None
+    format: str
+    nbytes: int
+    tensor_bytes: int
+    n_tokens: int
+    n_rows: int
+    exact: bool
+    bound: float
+    inexact: tuple[str, ...] = ()
+    commit: int = 1
+    file_id: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return {
+            name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in self.__dataclass_fields__
+        }
+
+
+def new_header(use: int) -> FileHeader:
+    """Return a header with a new file id and salt."""
+    return FileHeader(use, os.urandom(16), int.from_bytes(os.urandom(8), "little"), time.time_ns())
+
+
+@dataclass(slots=True)
+class _Encoded:
+    part: Part
+    buffers: tuple[Any, ...]
+
+
+def _encode(tensor: Tensor, wanted: str) -> _Encoded:
+    spec = tensor.spec
+    codec = codecs.codec_for(wanted, spec)
+    encoded: Encoded = codec.encode(spec, tensor.array)
+    digest = xxhash.xxh3_64()
+    for buffer in encoded.buffers:
+        digest.update(_bytes_of(buffer))
+    part = Part(
+        tensor=spec.id,
+        codec=codec.id,
+        exact=encoded.exact,
+        row_start=tensor.start if spec.grows else 0,
+        n_rows=tensor.n_rows,
+        offset=0,
+        stored=encoded.nbytes,
+        checksum=digest.intdigest(),
+        decoded=tensor.nbytes,
+        bound=0.0 if encoded.exact else encoded.bound,
+    )
+    return _Encoded(part, encoded.buffers)
+
+
+def _bytes_of(buffer: Any) -> Any:
+    if isinstance(buffer, np.ndarray):
+        return buffer.reshape(-1).view(np.uint8)
+    return buffer
+
+
+def _ahead(work: Sequence[Callable[[], _Encoded]], overlap: bool) -> Iterator[_Encoded]:
+    """Yield the results in order; with `overlap` the next one is made in a thread while the caller writes this one."""
+    if not overlap or len(work) < 2:
+        for make in work:
+            yield make()
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="kvsnap-encode") as pool:
+        coming: Future[_Encoded] = pool.submit(work[0])
+        for make in work[1:]:
+            ready, coming = coming.result(), pool.submit(make)
+            yield ready
+        yield coming.result()
+
+
+class RecordWriter:
+    """Writes records one behind the other into a sink, from `offset` on; publishes nothing until `commit`."""
+
+    def __init__(self, sink: Sink, header: FileHeader, *, offset: int, sequence: int, commit: int) -> None:
+        self.sink = sink
+        self.header = header
+        self.offset = offset
+        self.sequence = sequence
+        self.number = commit
+
+    def _header(self, kind: int, length: int, table: bytes) -> bytes:
+        record = RecordHeader(kind, self.sequence, length, self.number, len(table), xxhash.xxh3_64_intdigest(table))
+        return record.pack(self.header.salt, self.offset)
+
+    def plain(self, kind: int, payload: bytes) -> int:
+        """Write a record whose payload is one table; return its offset."""
+        place = self.offset
+        head = self._header(kind, len(payload), payload)
+        self.sink.write_at([head, payload, bytes(-len(payload) % 64)], place)
+        self.offset = align64(place + RECORD_SIZE + len(payload))
+        self.sequence += 1
+        return place
+
+    def parts(
+        self, kind: int, table: Table, tensors: Sequence[Tensor], codec: str, progress: Progress | None = None
+    ) -> tuple[int, int, tuple[Part, ...]]:
+        """Write a SPAN or STATE with these tensors; return its offset, header checksum and parts.
+
+        The parts go first and the table last: nothing points at the record before the commit, and so the bytes of a
+        tensor are needed only once.
+        """
+        place = self.offset
+        length = Table.length(len(table.tokens), len(table.runs), len(table.positions), len(table.meta), len(tensors))
+        total = sum(t.nbytes for t in tensors)
+        work = [partial(_encode, tensor, codec) for tensor in tensors]
+        parts: list[Part] = []
+        at, done = length, 0
+        for encoded in _ahead(work, total >= _OVERLAP_FROM):
+            part = replace(encoded.part, offset=at)
+            padding = bytes(-part.stored % 64)
+            self.sink.write_at([*(_bytes_of(b) for b in encoded.buffers), padding], place + RECORD_SIZE + at)
+            parts.append(part)
+            at = align64(at + part.stored)
+            done += part.decoded
+            if progress is not None:
+                progress(done, total)
+        end = parts[-1].offset + parts[-1].stored if parts else length
+        raw = replace(table, parts=tuple(parts)).pack()
+        head = self._header(kind, end, raw)
+        self.sink.write_at([head, raw], place)
+        self.offset = align64(place + RECORD_SIZE + end)
+        self.sequence += 1
+        return place, int.from_bytes(head[56:64], "little"), tuple(parts)
+
+    def commit(self, commit: Commit) -> Footer:
+        """Write COMMIT and footer in one write; return the footer."""
+        place, payload = self.offset, commit.pack()
+        head = self._header(Kind.COMMIT, len(payload), payload)
+        at = align64(place + RECORD_SIZE + len(payload))
+        footer = Footer(place, commit.number, at + FOOTER_SIZE, commit_digest(head, payload))
+        padding = bytes(at - place - RECORD_SIZE - len(payload))
+        self.sink.write_at([head, payload, padding, footer.pack(self.header.salt, at)], place)
+        self.offset = at + FOOTER_SIZE
+        self.sequence += 1
+        return footer
+
+
+def span_table(snapshot: Snapshot, *, row_start: int, token_start: int) -> Table:
+    """Return the table of a SPAN that holds what the snapshot has from this row and this token on."""
+    return Table(
+        row_start=row_start,
+        n_rows=snapshot.n_rows - row_start,
+        token_start=token_start,
+        tokens=np.asarray(snapshot.tokens[token_start:], dtype=np.int32),
+        runs=_later(snapshot.runs, token_start),
+        positions=_later_positions(snapshot, row_start),
+    )
+
+
+def _later(runs: Sequence[Any], skip: int) -> tuple[Any, ...]:
+    out = []
+    for run in runs:
+        cut = min(skip, run.count)
+        skip -= cut
+        if run.count > cut:
+            out.append(replace(run, count=run.count - cut))
+    return tuple(out)
+
+
+def _later_positions(snapshot: Snapshot, skip: int) -> tuple[Any, ...]:
+    out = []
+    for run in snapshot.positions:
+        cut = min(skip, run.count)
+        skip -= cut
+        if run.count > cut:
+            out.append(replace(run, start=run.start + cut, count=run.count - cut))
+    return tuple(out)
+
+
+def state_tensors(snapshot: Snapshot) -> list[Tensor]:
+    """Return the tensors that are replaced at each commit: logits and recurrent states."""
+    replaced = [t for t in snapshot.tensors() if t.spec.growth == "replaced"]
+    return replaced + ([snapshot.logits] if snapshot.logits is not None else [])
+
+
+def check_counts(snapshot: Snapshot) -> None:
+    """Raise `InputError` unless tokens, runs, rows and positions of a snapshot agree."""
+    rules: Iterable[tuple[str, int, int]] = (
+        ("token runs", sum(r.count for r in snapshot.runs), len(snapshot.tokens)),
+        ("position runs", sum(r.count for r in snapshot.positions), snapshot.n_rows),
+        *(
+            (f"{t.name} rows", t.start + t.n_rows, snapshot.n_rows // t.spec.tokens_per_row)
+            for t in snapshot.tensors()
+            if t.spec.growth == "grow"
+        ),
+    )
+    for what, found, expected in rules:
+        if found != expected:
+            raise InputError(f"snapshot: {what} do not fit", expected=expected, found=found)
+    if snapshot.n_pending > len(snapshot.tokens) or snapshot.n_rows + snapshot.n_pending < len(snapshot.tokens):
+        raise InputError(
+            "snapshot: tokens, rows and pending contradict each other",
+            found=f"{len(snapshot.tokens)} tokens, {snapshot.n_rows} rows, {snapshot.n_pending} pending",
+        )
+
+
+def write_snapshot(
+    snapshot: Snapshot,
+    sink: Sink,
+    *,
+    codec: str | None = None,
+    path: str | None = None,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Write a whole sealed file into an empty sink.
+
+    Raise `InputError` for a partial capture, counts that contradict each other, or an unknown codec.
+    """
+    if snapshot.row_start:
+        raise InputError(
+            "a partial capture cannot be saved alone: append it to a session", found=f"rows from {snapshot.row_start}"
+        )
+    check_counts(snapshot)
+    chosen = codecs.codec_of_name(codec or "exact").name
+    header = new_header(SNAPSHOT)
+    writer = RecordWriter(sink, header, offset=HEADER_SIZE, sequence=0, commit=1)
+    sink.write_at([header.pack()], 0)
+    identity = writer.plain(Kind.IDENTITY, canonical_json(snapshot.identity.to_dict()))
+    layout = writer.plain(Kind.LAYOUT, schema.pack_layout(schema.geometry_of(snapshot)))
+    rows = [t for t in snapshot.tensors() if t.spec.growth != "replaced"]
+    table = span_table(snapshot, row_start=0, token_start=0)
+    span, check, parts = writer.parts(Kind.SPAN, table, rows, chosen, progress)
+    state_table = Table(row_start=snapshot.n_rows, meta=schema.pack_sampler(snapshot.sampler))
+    state, _, state_parts = writer.parts(Kind.STATE, state_table, state_tensors(snapshot), "exact")
+    note = writer.plain(Kind.NOTE, schema.pack_note(snapshot.text, snapshot.metadata))
+    digest = history_digest(bytes(16), table.tokens, snapshot.n_rows)
+    entry = Entry(span, len(snapshot.tokens), 0, snapshot.n_rows, state, check, digest)
+    footer = writer.commit(
+        Commit(
+            number=1, sealed=True, n_tokens=len(snapshot.tokens), n_rows=snapshot.n_rows, n_pending=snapshot.n_pending,
+            token_offset=snapshot.token_offset, identity=identity, layout=layout, state=state, note=note,
+            time_ns=time.time_ns(), digest=digest, tail=(entry,),
+        )
+    )  # fmt: skip
+    return report_of(
+        snapshot, [*parts, *state_parts], nbytes=footer.file_length, path=path, commit=1, file_id=header.file_id
+    )
+
+
+def report_of(
+    snapshot: Snapshot, parts: Sequence[Part], *, nbytes: int, path: str | None, commit: int, file_id: bytes
+) -> SaveReport:
+    """Summarise what was written."""
+    names = {t.spec.id: t.name for t in snapshot.tensors()}
+    inexact = tuple(names.get(p.tensor, "logits") for p in parts if not p.exact)
+    return SaveReport(
+        path=path,
+        format="native",
+        nbytes=nbytes,
+        tensor_bytes=sum(p.decoded for p in parts),
+        n_tokens=len(snapshot.tokens),
+        n_rows=snapshot.n_rows,
+        exact=not inexact,
+        bound=max((p.bound for p in parts), default=0.0),
+        inexact=inexact,
+        commit=commit,
+        file_id=file_id.hex(),
+    )
+
+
+__all__ += ["check_counts", "record_end", "report_of", "span_table", "state_tensors"]

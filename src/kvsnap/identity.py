@@ -1,0 +1,334 @@
+"""Identity: all that must match for a cache to be usable, and how two identities compare.
+
+A cache is only meaningful for the weights, the configuration, the tokenizer and the adapters that produced it. Each
+field compares to *match*, *differ* or *unknown* (foreign files know little). docs/identity.md lists the fields.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvsnap.errors import CompatibilityError, ContextError, FormatError, InputError
+
+__all__ = ["AdapterDigest", "Compatibility", "FieldCheck", "Identity", "WeightDigest", "compare", "describe_weight"]
+
+Verdict = Literal["match", "differ", "unknown"]
+Level = Literal["fatal", "exactness", "advice"]
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)\.(.+)$")
+_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDigest:
+    """One parameter or buffer as loaded: its name, dtype name, shape and XXH3-128 of its little-endian bytes (hex)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)} {self.digest[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterDigest:
+    """One adapter: its name, XXH3-128 over its tensors (hex) and its scale as text."""
+
+    name: str
+    digest: str
+    scale: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.digest[:12]} x{self.scale}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a cache was computed with. An empty value means *unknown*.
+
+    `config` and `runtime` are sorted pairs of dotted name and canonical JSON text. `runtime` (engine version,
+    attention kernel, device, threads) does not decide whether a cache is usable, only whether
+    bits are promised to agree.
+    """
+
+    architecture: str = ""
+    config: tuple[tuple[str, str], ...] = ()
+    weights: tuple[WeightDigest, ...] = ()
+    cache_dtype: str = ""
+    quantisation: str = ""
+    tokenizer: str = ""
+    adapters: tuple[AdapterDigest, ...] | None = None
+    chat_template: str = ""
+    engine: str = ""
+    runtime: tuple[tuple[str, str], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data, the schema of docs/spec/file.md section 5."""
+        return {
+            "architecture": self.architecture,
+            "config": dict(self.config),
+            "weights": [[w.name, w.dtype, list(w.shape), w.digest] for w in self.weights],
+            "cache_dtype": self.cache_dtype,
+            "quantisation": self.quantisation,
+            "tokenizer": self.tokenizer,
+            "adapters": None if self.adapters is None else [[a.name, a.digest, a.scale] for a in self.adapters],
+            "chat_template": self.chat_template,
+            "engine": self.engine,
+            "runtime": dict(self.runtime),
+        }
+
+    @staticmethod
+    def from_dict(data: object) -> Identity:
+        """Parse what `to_dict` made. Raise `FormatError` naming the first field that has another type."""
+        table = _typed(data, dict, "identity")
+        weights = []
+        for row in _typed(table.get("weights", []), list, "weights"):
+            name, dtype, shape, digest = _row(row, 4, "weights")
+            dims = tuple(_typed(d, int, "weights shape") for d in _typed(shape, list, "weights shape"))
+            name, dtype, digest = (_typed(value, str, "weights") for value in (name, dtype, digest))
+            weights.append(WeightDigest(name, dtype, dims, digest))
+        adapters: tuple[AdapterDigest, ...] | None = None
+        if table.get("adapters") is not None:
+            rows = [_row(row, 3, "adapters") for row in _typed(table["adapters"], list, "adapters")]
+            adapters = tuple(AdapterDigest(*(_typed(v, str, "adapters") for v in row)) for row in rows)
+        text = {
+            name: _typed(table.get(name, ""), str, name)
+            for name in ("architecture", "cache_dtype", "quantisation", "tokenizer", "chat_template", "engine")
+        }
+        return Identity(
+            config=_pairs(table.get("config", {}), "config"),
+            weights=tuple(weights),
+            adapters=adapters,
+            runtime=_pairs(table.get("runtime", {}), "runtime"),
+            **text,
+        )
+
+
+def _typed(value: Any, kind: type, field: str) -> Any:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise FormatError(
+            f"identity field {field!r} has the wrong type", expected=kind.__name__, found=type(value).__name__
+        )
+    return value
+
+
+def _row(value: Any, length: int, field: str) -> list[Any]:
+    row: list[Any] = _typed(value, list, field)
+    if len(row) != length:
+        raise FormatError(f"identity field {field!r} has a row of the wrong length", expected=length, found=len(row))
+    return row
+
+
+def _pairs(value: Any, field: str) -> tuple[tuple[str, str], ...]:
+    table = _typed(value, dict, field)
+    return tuple(sorted((str(k), _typed(v, str, field)) for k, v in table.items()))
+
+
+def flatten_config(config: Mapping[str, Any], skip: Iterable[str] = ()) -> tuple[tuple[str, str], ...]:
+    """Flatten nested settings into sorted (dotted name, canonical JSON) pairs, leaving out the names in `skip`."""
+    omitted = frozenset(skip)
+    pairs: dict[str, str] = {}
+
+    def visit(prefix: str, value: Any) -> None:
+        if isinstance(value, Mapping) and value:
+            for key, inner in value.items():
+                if str(key) not in omitted:
+                    visit(f"{prefix}.{key}" if prefix else str(key), inner)
+        else:
+            pairs[prefix] = json.dumps(value, sort_keys=True, default=str)
+
+    visit("", config)
+    return tuple(sorted(pairs.items()))
+
+
+def describe_weight(name: str) -> str:
+    """Shorten a parameter name for people: `model.layers.0.self_attn.q_proj.weight` becomes `layer 0 q_proj`."""
+    found = _LAYER.search(name)
+    if found is None:
+        return name.removesuffix(".weight").removeprefix("model.")
+    inner = found[2].removesuffix(".weight")
+    return f"layer {found[1]} {inner.rsplit('.', 1)[-1] if not inner.endswith('bias') else inner}"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldCheck:
+    """One compared field: its name, the verdict, what it decides (`level`), and both values as short text."""
+
+    name: str
+    verdict: Verdict
+    level: Level
+    saved: str
+    found: str
+
+    def __str__(self) -> str:
+        if self.verdict == "match":
+            return f"{self.name}: match"
+        if self.verdict == "unknown":
+            return f"{self.name}: unknown (saved {self.saved or 'unknown'}, found {self.found or 'unknown'})"
+        field, _, part = self.name.partition(": ")
+        return f"{field} differ: {part + ', ' if part else ''}saved {self.saved}, found {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compatibility:
+    """The report of `check`: every field with its verdict, and the context rule.
+
+    `needed` is the number of token positions that the snapshot and the draft reserve take, `limit` what the model
+    holds (None: not known). `accepted` are the field names that the caller took responsibility for.
+    """
+
+    fields: tuple[FieldCheck, ...]
+    needed: int = 0
+    limit: int | None = None
+    accepted: tuple[str, ...] = ()
+
+    def _is_accepted(self, name: str) -> bool:
+        return any(
+            name == a or name.startswith(f"{a}.") or (a == "weights" and name.startswith("weights"))
+            for a in self.accepted
+        )
+
+    @property
+    def refusals(self) -> tuple[FieldCheck, ...]:
+        """The fields that forbid a restore: fatal ones that differ, and unknown weights, unless accepted by name."""
+        return tuple(
+            f
+            for f in self.fields
+            if f.level == "fatal"
+            and (f.verdict == "differ" or (f.verdict == "unknown" and f.name == "weights"))
+            and not self._is_accepted(f.name)
+        )
+
+    @property
+    def context_fits(self) -> bool:
+        return self.limit is None or self.needed <= self.limit
+
+    @property
+    def ok(self) -> bool:
+        """True when a restore would go ahead."""
+        return not self.refusals and self.context_fits
+
+    @property
+    def exact(self) -> bool:
+        """True when every field that decides bits is known and matches, so that the continuation is bit-identical."""
+        if not self.ok or any(f.verdict == "differ" and f.level != "advice" for f in self.fields):
+            return False
+        return all(f.verdict == "match" for f in self.fields if f.name in _MUST_BE_KNOWN)
+
+    def raise_if_refused(self) -> None:
+        """Raise `CompatibilityError` (with this report) or `ContextError` (both numbers) when `ok` is False."""
+        bad = self.refusals
+        if bad:
+            text = "; ".join(str(f) for f in bad[:4]) + (f"; and {len(bad) - 4} more" if len(bad) > 4 else "")
+            first = bad[0].name.split(" ", 1)[0].split(":", 1)[0]
+            raise CompatibilityError(
+                f"the snapshot is not for this model: {text}. To accept: accept=({first!r},)", report=self
+            )
+        if not self.context_fits:
+            raise ContextError(
+                f"the snapshot needs {self.needed} positions, the context of this model holds {self.limit}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return {
+            "ok": self.ok,
+            "exact": self.exact,
+            "needed": self.needed,
+            "limit": self.limit,
+            "accepted": list(self.accepted),
+            "fields": [
+                {"name": f.name, "verdict": f.verdict, "level": f.level, "saved": f.saved, "found": f.found}
+                for f in self.fields
+            ],
+        }
+
+    def __str__(self) -> str:
+        rows = [str(f) for f in self.fields]
+        rows.append(f"context: {self.needed} of {'unknown' if self.limit is None else self.limit} positions needed")
+        return "\n".join(rows)
+
+
+_MUST_BE_KNOWN = frozenset({"architecture", "weights", "dtype", "engine"})
+
+
+def compare(
+    saved: Identity, found: Identity, *, accept: Sequence[str] = (), needed: int = 0, limit: int | None = None
+) -> Compatibility:
+    """Compare what a snapshot was made with against what an engine is, field by field.
+
+    `accept` names fields (`weights`, `config.rope_theta`, `dtype`, ...) whose difference the caller takes on. Raise
+    `InputError` for a name that is no field.
+    """
+    fields = [
+        _text("architecture", saved.architecture, found.architecture),
+        *_config(saved, found),
+        *_weights(saved, found),
+        _text("dtype", saved.cache_dtype, found.cache_dtype),
+        _text("quantisation", saved.quantisation, found.quantisation),
+        _text("tokenizer", saved.tokenizer, found.tokenizer),
+        _adapters(saved, found),
+        _text("engine", saved.engine, found.engine),
+        *(_text(f"runtime.{n}", a, b, "exactness") for n, a, b in _joined(saved.runtime, found.runtime)),
+        _text("chat_template", saved.chat_template, found.chat_template, "advice"),
+    ]
+    roots = {"weights", "config", "runtime"} | {f.name for f in fields}
+    for name in accept:
+        if name not in roots and not name.startswith("config."):
+            known = ", ".join(sorted({r.split(".", 1)[0].split(":", 1)[0] for r in roots}))
+            raise InputError(f"accept names {name!r}, which is no field of an identity", expected=f"one of {known}")
+    return Compatibility(tuple(fields), needed, limit, tuple(accept))
+
+
+def _text(name: str, saved: str, found: str, level: Level = "fatal") -> FieldCheck:
+    verdict: Verdict = "unknown" if not saved or not found else "match" if saved == found else "differ"
+    return FieldCheck(name, verdict, level, saved[:_SHOWN], found[:_SHOWN])
+
+
+def _joined(saved: Sequence[tuple[str, str]], found: Sequence[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    left, right = dict(saved), dict(found)
+    return [(name, left.get(name, ""), right.get(name, "")) for name in sorted(left.keys() | right.keys())]
+
+
+def _config(saved: Identity, found: Identity) -> list[FieldCheck]:
+    # Settings that only one side knows come from another engine version that renamed or added a default: the digests
+    # of the weights and of the rope frequencies, and every setting both know, still have to agree.
+    checks = [_text(f"config.{name}", a, b) for name, a, b in _joined(saved.config, found.config)]
+    differing = [c for c in checks if c.verdict == "differ"]
+    if differing:
+        return differing
+    if not saved.config or not found.config:
+        return [
+            FieldCheck("config", "unknown", "fatal", f"{len(saved.config)} settings", f"{len(found.config)} settings")
+        ]
+    shared = sum(1 for c in checks if c.verdict == "match")
+    return [FieldCheck("config", "match", "fatal", f"{shared} settings", f"{shared} settings")]
+
+
+def _weights(saved: Identity, found: Identity) -> list[FieldCheck]:
+    if not saved.weights or not found.weights:
+        return [
+            FieldCheck("weights", "unknown", "fatal", f"{len(saved.weights)} tensors", f"{len(found.weights)} tensors")
+        ]
+    left, right = {w.name: w for w in saved.weights}, {w.name: w for w in found.weights}
+    differing = []
+    for name in [*left, *(n for n in right if n not in left)]:
+        a, b = left.get(name), right.get(name)
+        if a != b:
+            what = f"weights: {describe_weight(name)}"
+            differing.append(FieldCheck(what, "differ", "fatal", str(a or "absent"), str(b or "absent")))
+    total = f"{len(left)} tensors"
+    return differing or [FieldCheck("weights", "match", "fatal", total, total)]
+
+
+def _adapters(saved: Identity, found: Identity) -> FieldCheck:
+    def show(adapters: tuple[AdapterDigest, ...] | None) -> str:
+        return "" if adapters is None else ", ".join(str(a) for a in adapters) or "none"
+
+    return _text("adapters", show(saved.adapters), show(found.adapters))

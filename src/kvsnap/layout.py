@@ -1,0 +1,343 @@
+"""The model of a cache: tensors, layers, snapshots, heads. numpy views only; no I/O, no engine types.
+
+Counts: `tokens` are all ids seen; `n_rows` counts the positions evaluated; `pending` are the stored ids behind the last
+evaluated one; `token_offset` is the position that is evaluated next. Stored logits belong to `token_offset - 1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.identity import Identity
+from kvsnap.tensors import DTYPES, ROLES, Layer, Source, Tensor, TensorSpec, dtype_name, numpy_dtype
+
+if TYPE_CHECKING:
+    import os
+
+__all__ = [
+    "DTYPES",
+    "ROLES",
+    "Head",
+    "Layer",
+    "PositionRun",
+    "RandomState",
+    "Run",
+    "Sampler",
+    "SamplerState",
+    "Snapshot",
+    "Source",
+    "Tensor",
+    "TensorSpec",
+    "dtype_name",
+    "numpy_dtype",
+]  # fmt: skip # by meaning
+
+RunKind = Literal["prompt", "generated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` consecutive tokens of one kind."""
+
+    kind: RunKind
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionRun:
+    """`count` consecutive rows whose positions are `start`, `start + 1`, ..."""
+
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """How the next token is chosen. Applied in the order of the fields; `temperature` 0 takes the most probable token.
+
+    `top_k` 0, `top_p` 1.0, `min_p` 0.0 and `repetition_penalty` 1.0 switch the step off. `seed` starts the random
+    numbers; None takes a seed from the operating system, which is then recorded.
+    """
+
+    repetition_penalty: float = 1.0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 or above"),
+            ("top_k", self.top_k >= 0, "0 or above"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**64, "None or from 0 to 2**64 - 1"),
+        )
+        for name, holds, expected in rules:
+            if not holds:
+                raise InputError(
+                    f"sampler setting {name} is out of range", expected=expected, found=getattr(self, name)
+                )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """State of the random numbers of a sampler: algorithm, key and how many numbers were drawn."""
+
+    seed: int
+    draws: int = 0
+    algorithm: str = "philox4x64"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """The settings of a sampler and where its random numbers stand."""
+
+    settings: Sampler
+    random: RandomState
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Keys and values of one head, post-RoPE in the model's own order.
+
+    `k` and `v` are float32 `[seq, dim]`, `positions` int64 `[seq]`. A latent layer answers as one head: `k` the latent rows, `v` the rope rows, as stored.
+    """
+
+    k: npt.NDArray[np.float32]
+    v: npt.NDArray[np.float32]
+    positions: npt.NDArray[np.int64]
+
+
+_hooks: dict[str, Callable[..., Any]] = {}
+
+
+def set_save(function: Callable[..., Any]) -> None:
+    """Tell `Snapshot.save` what to call; only the modules above this one know the formats."""
+    _hooks["save"] = function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """A capture of one sequence. A *partial* one (`row_start` above 0) holds only the rows from there on.
+
+    `tokens` are all ids seen, `runs` tell which were prompt and which generated. `logits` (`[vocab]`, in the dtype of
+    the model) belong to the last evaluated position. `metadata` is the user's. `source` keeps what a foreign file said.
+    """
+
+    architecture: str = ""
+    layers: tuple[Layer, ...] = ()
+    tokens: tuple[int, ...] = ()
+    runs: tuple[Run, ...] = ()
+    n_rows: int = 0
+    row_start: int = 0
+    n_pending: int = 0
+    token_offset: int = 0
+    positions: tuple[PositionRun, ...] = ()
+    logits: Tensor | None = None
+    sampler: SamplerState | None = None
+    identity: Identity = field(default_factory=Identity)
+    text: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Ids that are stored but not evaluated yet."""
+        return self.tokens[len(self.tokens) - self.n_pending :]
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        """The trailing run of generated tokens; empty when the last tokens were prompt."""
+        if not self.runs or self.runs[-1].kind != "generated":
+            return ()
+        return self.tokens[len(self.tokens) - self.runs[-1].count :]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def _first_attention(self) -> Layer | None:
+        return next((layer for layer in self.layers if layer.head_dim), None)
+
+    @property
+    def num_heads(self) -> int:
+        """Key/value heads of the first attention layer; `layers[i].num_heads` tells each."""
+        layer = self._first_attention()
+        return 0 if layer is None else layer.num_heads
+
+    @property
+    def num_query_heads(self) -> int:
+        layer = self._first_attention()
+        return 0 if layer is None else layer.num_query_heads
+
+    @property
+    def head_dim(self) -> int:
+        layer = self._first_attention()
+        return 0 if layer is None else layer.head_dim
+
+    @property
+    def seq_len(self) -> int:
+        """Rows held by the first attention layer (fewer than `n_rows` in a window or a partial capture)."""
+        layer = self._first_attention()
+        return self.n_rows if layer is None else layer.tensors[0].n_rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, decoded."""
+        return sum(layer.nbytes for layer in self.layers) + (self.logits.nbytes if self.logits else 0)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor of every layer, in layer order (logits are apart)."""
+        for layer in self.layers:
+            yield from layer.tensors
+
+    def row_positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the positions of the rows `[start, stop)` as int64."""
+        runs = [np.arange(r.start, r.start + r.count, dtype=np.int64) for r in self.positions]
+        every = np.concatenate(runs) if runs else np.arange(self.n_rows, dtype=np.int64)
+        return every[start:stop]
+
+    def head(self, layer: int, head: int) -> Head | None:
+        """Return keys and values of one head as float32 copies, or None where the layer has no such head.
+
+        Raise `InputError` for a layer number outside the model.
+        """
+        if not 0 <= layer < len(self.layers):
+            raise InputError("no such layer", expected=f"0 to {len(self.layers) - 1}", found=layer)
+        entry = self.layers[layer]
+        if entry.shares is not None:
+            return self.head(entry.shares, head)
+        k, v = entry.tensor("k") or entry.tensor("latent"), entry.tensor("v") or entry.tensor("rope")
+        if k is None or v is None or not 0 <= head < entry.num_heads:
+            return None
+        positions = self.row_positions(k.start, k.start + k.n_rows)
+        return Head(_head_rows(k, head), _head_rows(v, head), positions)
+
+    def truncate(self, n_tokens: int) -> Snapshot:
+        """Return the first `n_tokens` tokens as a snapshot of its own (views, nothing is copied).
+
+        Logits are kept only when nothing is cut. Raise `InputError` outside 0..len(tokens), `UnsupportedError` naming
+        the first layer that cannot be rewound there.
+        """
+        if not 0 <= n_tokens <= len(self.tokens):
+            raise InputError("cannot truncate to this length", expected=f"0 to {len(self.tokens)}", found=n_tokens)
+        if n_tokens == len(self.tokens):
+            return self
+        unstored = self.n_rows + self.n_pending - len(self.tokens)
+        n_rows = min(self.n_rows, n_tokens + unstored)
+        if n_rows < self.row_start:
+            raise InputError(
+                "a partial capture does not hold these rows", expected=f"{self.row_start} or above", found=n_rows
+            )
+        layers = tuple(
+            replace(layer, tensors=tuple(_cut(t, n_rows, self.n_rows) for t in layer.tensors)) for layer in self.layers
+        )
+        positions = cut_positions(self.positions, n_rows)
+        cut_rows = n_rows != self.n_rows
+        return replace(
+            self,
+            layers=layers,
+            tokens=self.tokens[:n_tokens],
+            runs=cut_runs(self.runs, n_tokens),
+            n_rows=n_rows,
+            n_pending=n_tokens + unstored - n_rows,
+            token_offset=(positions[-1].start + positions[-1].count if positions else n_rows)
+            if cut_rows
+            else self.token_offset,
+            positions=positions,
+            logits=None if cut_rows else self.logits,
+            text=None,
+        )
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> Any:
+        """Save to `path`; the same as `kvsnap.save(snapshot, path, **options)`."""
+        if "save" not in _hooks:
+            raise UnsupportedError("saving needs the formats: import kvsnap, not kvsnap.layout alone")
+        return _hooks["save"](self, path, **options)
+
+    def __repr__(self) -> str:
+        return (
+            f"Snapshot({self.architecture or 'unknown'}, layers={self.num_layers}, heads={self.num_heads}, "
+            f"head_dim={self.head_dim}, tokens={len(self.tokens)}, n_rows={self.n_rows}, pending={self.n_pending}, "
+            f"nbytes={self.nbytes})"
+        )
+
+
+def _head_rows(tensor: Tensor, head: int) -> npt.NDArray[np.float32]:
+    values = tensor.array
+    if "head" in tensor.spec.axes:
+        values = np.take(values, head, axis=tensor.spec.axes.index("head"))
+    return np.array(values, dtype=np.float32, order="C")
+
+
+def _cut(tensor: Tensor, n_rows: int, of_rows: int) -> Tensor:
+    spec = tensor.spec
+    if n_rows == of_rows or spec.growth == "static":
+        return tensor
+    if spec.growth == "grow":
+        return tensor.rows(tensor.start, max(tensor.start, n_rows // spec.tokens_per_row))
+    raise UnsupportedError(
+        f"layer {spec.layer}: {spec.name} ({spec.growth}) cannot be rewound to row {n_rows}; "
+        f"the nearest reachable row is {of_rows}"
+    )
+
+
+def cut_runs(runs: Sequence[Run], n_tokens: int) -> tuple[Run, ...]:
+    """Return the runs of the first `n_tokens` tokens."""
+    kept, left = [], n_tokens
+    for run in runs:
+        if left <= 0:
+            break
+        kept.append(Run(run.kind, min(run.count, left)))
+        left -= run.count
+    return tuple(kept)
+
+
+def cut_positions(runs: Sequence[PositionRun], n_rows: int) -> tuple[PositionRun, ...]:
+    """Return the position runs of the first `n_rows` rows."""
+    kept, left = [], n_rows
+    for run in runs:
+        if left <= 0:
+            break
+        kept.append(PositionRun(run.start, min(run.count, left)))
+        left -= run.count
+    return tuple(kept)
+
+
+def join_runs(runs: Sequence[Run], more: Sequence[Run]) -> tuple[Run, ...]:
+    """Append runs, merging neighbours of one kind."""
+    out = list(runs)
+    for run in more:
+        if run.count == 0:
+            continue
+        if out and out[-1].kind == run.kind:
+            out[-1] = Run(run.kind, out[-1].count + run.count)
+        else:
+            out.append(run)
+    return tuple(out)
+
+
+def join_positions(runs: Sequence[PositionRun], more: Sequence[PositionRun]) -> tuple[PositionRun, ...]:
+    """Append position runs, merging those that go on without a jump."""
+    out = list(runs)
+    for run in more:
+        if run.count == 0:
+            continue
+        if out and out[-1].start + out[-1].count == run.start:
+            out[-1] = PositionRun(out[-1].start, out[-1].count + run.count)
+        else:
+            out.append(run)
+    return tuple(out)

@@ -1,0 +1,197 @@
+"""What an engine, a codec and a format must offer. Each method's comment is its contract.
+
+Everything here is synchronous. Unless a method says otherwise it may be called from one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsnap.identity import Identity
+from kvsnap.layout import Sampler, SamplerState, Snapshot
+from kvsnap.tensors import TensorSpec
+
+__all__ = ["Codec", "Encoded", "Engine", "Installed", "Progress", "Token"]
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total), in bytes or tokens, from the thread that does the work; must return quickly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token: id, the text it adds (may be empty inside a multi-byte character), and its log-probability.
+
+    `logprob` is the natural log of the probability under the model at temperature 1, before any sampler step. `end` is
+    True for an end-of-text id of the model.
+    """
+
+    id: int
+    text: str
+    logprob: float
+    end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What `install` did: rows reused as they were saved, and ids that must be evaluated before the next token.
+
+    `recomputed` counts evaluated positions whose rows could not be reused. `notes` say why, one sentence each.
+    """
+
+    reused: int
+    recomputed: int
+    notes: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One model and the live state of one sequence. The engine owns the decode loop, logits, and random state.
+
+    State: `tokens` (all ids seen), of which the last `n_pending` are not evaluated yet; `n_rows` evaluated positions;
+    logits of the last evaluated position, or none. A fresh engine holds no tokens.
+    """
+
+    name: str
+    """Short name of the engine: `transformers`, `llamacpp`, `mlx`."""
+    sampler: SamplerState
+    """Settings and random state used by `step`. Assigning replaces both."""
+    forwards: int
+    """Forward passes made since the engine was connected; never reset."""
+    evaluated: int
+    """Positions evaluated in those passes."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All ids of the live sequence."""
+
+    @property
+    def n_rows(self) -> int:
+        """Positions evaluated."""
+
+    @property
+    def n_pending(self) -> int:
+        """Ids at the end of `tokens` that are not evaluated yet (usually 0 or 1)."""
+
+    @property
+    def context_limit(self) -> int | None:
+        """Positions that the model holds; None where it has no limit."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are 0..vocab_size-1."""
+
+    def identity(self, progress: Progress | None = None) -> Identity:
+        """Digest the weights as loaded now, and the settings.
+
+        Reads every weight at each call: nothing is remembered.
+        """
+
+    def tokenize(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Ids of a text; `special` adds what the tokenizer puts around a first text.
+
+        `InputError` without a tokenizer.
+        """
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included. `InputError` without a tokenizer."""
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Ids of a conversation under the model's chat template, ready for an answer. `InputError` without one."""
+
+    def reset(self) -> None:
+        """Forget the sequence. Sampler and counters stay."""
+
+    def prefill(self, ids: Sequence[int]) -> None:
+        """Evaluate pending ids and then `ids` (prompt); afterwards nothing is pending and logits are there.
+
+        All or nothing: on an error (ids outside the vocabulary, context full: both numbers named) the state is as
+        before. Several passes may be made; the split depends on the length only.
+        """
+
+    def step(self) -> Token:
+        """Choose one token with the sampler; it is appended as pending.
+
+        Evaluates what is pending first. With nothing pending and logits there, no forward pass is made. `InputError`
+        on an empty sequence, `ContextError` when the context is full; the state is then as before.
+        """
+
+    def settle(self) -> None:
+        """Evaluate what is pending, so that the logits of the next token are there. Nothing pending: does nothing."""
+
+    def capture(self, *, start: int = 0, row: int = 0) -> Snapshot:
+        """Copy the state out: tensors from row `start` on, tokens, runs, positions, logits, sampler, identity.
+
+        The arrays are the snapshot's own: later steps do not change them. `row` picks a sequence of a batch; its
+        padding is left out, or the capture is refused with `UnsupportedError`. Changes nothing live.
+        """
+
+    def install(self, snapshot: Snapshot, progress: Progress | None = None) -> Installed:
+        """Put a snapshot in place of the live sequence, atomically.
+
+        Everything is read and checked into fresh memory, then swapped in; on any error the live state is as before.
+        Identity is the caller's business (`kvsnap.restore` checks it); geometry is checked here: layer count, shapes,
+        dtypes, ids against the vocabulary, context. The snapshot is not changed by later steps. Without stored logits
+        and with nothing pending, the last row is given up and evaluated again (`recomputed` 1). Random state and
+        settings of the sampler are restored when the snapshot has them.
+        """
+
+    def warm(self, ids: Sequence[int], progress: Progress | None = None) -> None:
+        """Forget the sequence and evaluate `ids` instead; all or nothing, as `prefill`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One encoded part: its bytes in order (buffers; views where possible).
+
+    `exact` tells whether decoding returns the same bits; `bound` is otherwise the largest absolute error of any value,
+    infinity where none is known.
+    """
+
+    buffers: tuple[memoryview | npt.NDArray[Any] | bytes, ...]
+    nbytes: int
+    exact: bool
+    bound: float
+
+
+class Codec(Protocol):
+    """How the bytes of a part are stored. Stateless; methods may be called from several threads at once."""
+
+    id: int
+    """Number on disk: append-only, listed in docs/spec/file.md section 7."""
+    name: str
+    """Name for people and options: `exact`, `q8`."""
+
+    def encode(self, spec: TensorSpec, values: npt.NDArray[Any]) -> Encoded:
+        """Encode `values` (any strides, dtype of the spec).
+
+        May return views of `values`, which the caller keeps alive.
+        """
+
+    def stored_size(self, spec: TensorSpec, n_rows: int) -> int | None:
+        """Exact number of bytes that `encode` will return for `n_rows` rows, or None where it depends on the values."""
+
+    def decode(self, spec: TensorSpec, data: memoryview, out: npt.NDArray[Any]) -> None:
+        """Decode all of `data` into `out` (shape with its rows, dtype of the spec, any strides).
+
+        `data` was checked against its checksum; the codec still checks every count in it against the bytes that are
+        there and raises `DamagedError`. Allocates nothing that `out` and `data` do not bound.
+        """
+
+
+class ChooseToken(Protocol):
+    """The sampler algorithm as a function; `kvsnap.sampling.choose` is the one used."""
+
+    def __call__(
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], state: SamplerState
+    ) -> tuple[int, float, SamplerState]:
+        """Return (id, log-probability, next state) for `logits` `[vocab]`, given all ids so far."""
+
+
+def default_sampler() -> Sampler:
+    """Greedy: the most probable token."""
+    return Sampler()

@@ -1,0 +1,233 @@
+"""Dtypes, tensors and layers of a cache. numpy views only; no I/O, no engine types. Users import them from `layout`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from kvsnap.errors import InputError, UnsupportedError
+
+Array = npt.NDArray[Any]
+
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float64": np.dtype("<f8"),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int8": np.dtype("i1"),
+    "uint8": np.dtype("u1"),
+    "int16": np.dtype("<i2"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "bool": np.dtype("?"),
+}
+"""Our dtype names and the little-endian numpy dtype of each."""
+
+ROLES = (
+    "k", "v", "latent", "rope", "index", "conv", "recurrent", "cross_k", "cross_v", "draft_k", "draft_v", "logits",
+    "positions", "code", "scale", "residual", "other",
+)  # fmt: skip
+Growth = Literal["grow", "window", "replaced", "static"]
+RopeState = Literal["none", "before", "after", "unknown"]
+Pairing = Literal["", "half", "interleaved"]
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the numpy dtype of one of our dtype names; raise `UnsupportedError` for another name."""
+    if name not in DTYPES:
+        raise UnsupportedError(f"dtype {name!r} is not known", expected=", ".join(DTYPES), found=name)
+    return DTYPES[name]
+
+
+def dtype_name(dtype: npt.DTypeLike) -> str:
+    """Return our name of a numpy dtype; raise `UnsupportedError` where there is none."""
+    wanted = np.dtype(dtype)
+    for name, known in DTYPES.items():
+        if known == wanted:
+            return name
+    raise UnsupportedError(f"dtype {wanted} has no name here", expected=", ".join(DTYPES), found=wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """What is constant about one tensor of a cache while it grows.
+
+    `shape` has 0 at `row_axis` (the axis that grows, or whose length may differ from commit to commit); `row_axis` is
+    -1 where no axis does. A tensor that grows has one row for every `tokens_per_row` positions. `growth` is `grow`
+    (rows are added), `window` (rows are added, old ones may be dropped), `replaced` (new at every commit) or `static`.
+    """
+
+    id: int
+    name: str
+    layer: int
+    role: str
+    dtype: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    growth: Growth = "grow"
+    row_axis: int = -1
+    tokens_per_row: int = 1
+    window: int = 0
+    rope: RopeState = "unknown"
+    pairing: Pairing = ""
+
+    @property
+    def grows(self) -> bool:
+        return self.growth in ("grow", "window")
+
+    def shape_with(self, n_rows: int) -> tuple[int, ...]:
+        """Return the full shape with `n_rows` at the row axis."""
+        return tuple(n_rows if axis == self.row_axis else size for axis, size in enumerate(self.shape))
+
+    def nbytes(self, n_rows: int) -> int:
+        """Return the number of bytes of `n_rows` rows, as a Python integer that cannot overflow."""
+        total = numpy_dtype(self.dtype).itemsize
+        for size in self.shape_with(n_rows):
+            total *= size
+        return total
+
+
+class Source(Protocol):
+    """Where the bytes of a tensor come from when they are not in memory yet."""
+
+    def array(self) -> Array:
+        """Return the whole tensor as a read-only array.
+
+        Checked before it is handed out; may be a view of a mapped file.
+        """
+
+    def read_into(self, out: Array) -> None:
+        """Fill `out` (same shape and dtype).
+
+        Raise `DamagedError` if a byte differs from what was written; `out` is then undefined, and the caller drops it.
+        """
+
+
+class Tensor:
+    """One tensor of a cache: its spec, the first row it holds, and its values (in memory, or behind a `Source`).
+
+    `start` is the row number of the first row held: above 0 in a partial capture and in a window.
+    """
+
+    __slots__ = ("_array", "_values", "n_rows", "spec", "start")
+
+    def __init__(self, spec: TensorSpec, values: Array | Source, *, start: int = 0, n_rows: int | None = None) -> None:
+        self.spec = spec
+        self.start = start
+        self._array: Array | None = None
+        self._values: Source
+        if isinstance(values, np.ndarray):
+            self.n_rows = values.shape[spec.row_axis] if spec.row_axis >= 0 else 1
+            self._check(values)
+            self._array = values
+        else:
+            if n_rows is None:
+                raise InputError(f"tensor {spec.name}: a source needs n_rows")
+            self.n_rows = n_rows
+            self._values = values
+
+    def _check(self, values: Array) -> None:
+        expected = self.spec.shape_with(self.n_rows)
+        if values.shape != expected or values.dtype != numpy_dtype(self.spec.dtype):
+            raise InputError(
+                f"tensor {self.spec.name} does not fit its description",
+                expected=f"{self.spec.dtype}{list(expected)}",
+                found=f"{values.dtype}{list(values.shape)}",
+            )
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def role(self) -> str:
+        return self.spec.role
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape_with(self.n_rows)
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes(self.n_rows)
+
+    @property
+    def array(self) -> Array:
+        """The values, read-only where they come from a file. The first access reads and checks them."""
+        if self._array is None:
+            self._array = self._values.array()
+        return self._array
+
+    def read_into(self, out: Array) -> None:
+        """Copy the values into `out` (same shape and dtype), checked on the way without an intermediate copy."""
+        if out.shape != self.shape or out.dtype != numpy_dtype(self.spec.dtype):
+            raise InputError(
+                f"tensor {self.name}: the array given does not fit",
+                expected=f"{self.spec.dtype}{list(self.shape)}",
+                found=f"{out.dtype}{list(out.shape)}",
+            )
+        if self._array is None:
+            self._values.read_into(out)
+        else:
+            np.copyto(out, self._array)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return the rows `[start, stop)` as a view. `start` and `stop` count as `self.start` does."""
+        if not self.start <= start <= stop <= self.start + self.n_rows:
+            raise InputError(
+                f"tensor {self.name} does not hold these rows",
+                expected=f"within [{self.start}, {self.start + self.n_rows})",
+                found=f"[{start}, {stop})",
+            )
+        if start == self.start and stop == self.start + self.n_rows:
+            return self
+        index: list[slice] = [slice(None)] * len(self.spec.shape)
+        index[self.spec.row_axis] = slice(start - self.start, stop - self.start)
+        return Tensor(self.spec, self.array[tuple(index)], start=start)
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.name}, {self.spec.dtype}{list(self.shape)}, start={self.start})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer of the model and the tensors of its cache.
+
+    `kind` is `attention`, `latent`, `recurrent`, `hybrid`, `cross` or `none`; `shares` is the layer whose tensors this
+    one uses (None: its own).
+    """
+
+    index: int
+    kind: str
+    tensors: tuple[Tensor, ...]
+    num_query_heads: int = 0
+    shares: int | None = None
+
+    def tensor(self, role: str) -> Tensor | None:
+        """Return the tensor of that role, or None."""
+        return next((t for t in self.tensors if t.role == role), None)
+
+    @property
+    def num_heads(self) -> int:
+        """Key/value heads; 1 for a latent layer, 0 for a layer without attention."""
+        k = self.tensor("k")
+        if k is not None:
+            return int(k.spec.shape[k.spec.axes.index("head")]) if "head" in k.spec.axes else 1
+        return 1 if self.tensor("latent") is not None else 0
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one key row; the latent width for a latent layer."""
+        k = self.tensor("k") or self.tensor("latent")
+        return 0 if k is None else int(k.spec.shape[-1])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
