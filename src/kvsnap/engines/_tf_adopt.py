@@ -1,0 +1,139 @@
+"""Taking over a cache that the user's own call made: which rows belong to which sequence, and which are padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsnap.engines._tf_layers import kind_of, numpy_view, rows_of
+from kvsnap.engines._tf_model import Model
+from kvsnap.engines._tf_state import Line, check_ids, check_room
+from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.layout import Run, join_runs
+
+__all__ = ["lines_in", "only_rows"]
+
+Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+def lines_in(
+    cache: Any, tokens: Any, model: Model, *, mask: Any, logits: Any, prompt: int | None, ends: frozenset[int]
+) -> tuple[Line, ...]:
+    """Return the sequences in a cache, one for each row of the batch, without the rows of padding.
+
+    `tokens` `[batch, ids]`, `mask` `[batch, <= ids]` (1 keeps; what it does not reach is kept), `logits`
+    `[batch, vocab]` of the last row in the cache, `prompt` the number of columns that are prompt.
+    """
+    n_rows, batch = _check_cache(cache, len(model.geometry))
+    ids = np.atleast_2d(_array(tokens, "tokens"))
+    if ids.ndim != 2 or ids.shape[0] != batch or ids.shape[1] < n_rows:
+        raise InputError(
+            "the tokens do not fit the cache", expected=f"[{batch}, at least {n_rows}]", found=list(ids.shape)
+        )
+    if mask is None and batch > 1:
+        raise UnsupportedError(
+            f"a batch of {batch} sequences without attention_mask: padding cannot be told from text", found=None,
+            expected="the mask that was given to generate",
+        )  # fmt: skip
+    keep, known = _mask(mask, ids.shape)
+    columns = known if prompt is None else prompt
+    scores = None if logits is None else np.atleast_2d(_scores(logits))
+    if scores is not None and scores.shape != (batch, model.vocab_size):
+        raise InputError("the logits do not fit", expected=[batch, model.vocab_size], found=list(scores.shape))
+    lines = []
+    for row in range(batch):
+        if batch > 1 and columns < ids.shape[1]:
+            keep[row] &= _before_filling(ids[row], columns, ends)
+        line = _line(ids[row], keep[row], n_rows, columns)
+        check_ids(line.tokens, model.vocab_size, 0)
+        check_room(0, line.positions, model.context_limit)
+        # The logits belong to the last row; where that is padding, they say nothing about this sequence.
+        fits = scores is not None and n_rows > 0 and bool(keep[row][n_rows - 1])
+        lines.append(_with_logits(line, scores[row] if fits and scores is not None else None))
+    return tuple(lines)
+
+
+def only_rows(cache: Any, line: Line, model: Model) -> Any:
+    """Return a cache with the rows of the only sequence in it: the same object where nothing is padding."""
+    if line.select is None:
+        return cache
+    fresh = model.fresh_cache()
+    for index, layer in enumerate(cache.layers):
+        kind = kind_of(layer, index)
+        if index >= len(fresh.layers):
+            fresh.layers.append(fresh.layer_class_to_replicate())
+        if line.n_rows:
+            kind.write(fresh.layers[index], [t[:, :, list(line.select)] for t in kind.read(layer)])
+    return fresh
+
+
+def _check_cache(cache: Any, n_layers: int) -> tuple[int, int]:
+    """Return rows and batch size of a cache whose layers are all known and agree."""
+    if type(cache).__name__ != "DynamicCache":
+        raise UnsupportedError(
+            f"a {type(cache).__name__} is not supported yet", expected="DynamicCache", found=type(cache).__name__
+        )
+    rows = rows_of(cache)
+    if len(set(rows)) > 1 or (rows and len(rows) != n_layers):
+        raise InputError("the layers of the cache do not belong to this model, or hold unequal numbers of rows",
+                         expected=f"{n_layers} layers of equal length", found=rows)  # fmt: skip
+    tensors = [t for i, layer in enumerate(cache.layers) for t in kind_of(layer, i).read(layer)]
+    return (rows[0] if rows else 0), (int(tensors[0].shape[0]) if tensors else 1)
+
+
+def _array(values: Any, what: str) -> Ids:
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().numpy()
+    try:
+        found = np.asarray(values)
+    except ValueError as error:
+        raise InputError(f"{what} must be a rectangle of integers; pad the shorter ones and give a mask") from error
+    if found.dtype.kind not in "iub":
+        raise InputError(f"{what} must be integers", expected="integers", found=found.dtype)
+    return found.astype(np.int64)
+
+
+def _scores(logits: Any) -> npt.NDArray[Any]:
+    return np.array(numpy_view(logits.detach().cpu().contiguous()) if hasattr(logits, "detach") else logits)
+
+
+def _mask(mask: Any, shape: tuple[int, ...]) -> tuple[Mask, int]:
+    """Return which ids are kept and how many columns the mask reached."""
+    keep = np.ones(shape, dtype=np.bool_)
+    if mask is None:
+        return keep, shape[1]
+    found = np.atleast_2d(_array(mask, "the attention mask"))
+    if found.ndim != 2 or found.shape[0] != shape[0] or found.shape[1] > shape[1]:
+        raise InputError(
+            "the attention mask does not fit the tokens",
+            expected=f"[{shape[0]}, at most {shape[1]}]", found=list(found.shape),
+        )  # fmt: skip
+    keep[:, : found.shape[1]] = found != 0
+    return keep, found.shape[1]
+
+
+def _before_filling(ids: Ids, columns: int, ends: frozenset[int]) -> Mask:
+    """Return which ids come before the filling that `generate` puts behind the end of a sequence that is done early."""
+    keep = np.ones(len(ids), dtype=np.bool_)
+    found = [i for i in range(columns, len(ids)) if int(ids[i]) in ends]
+    if found and len(set(ids[found[0] + 1 :].tolist())) <= 1:
+        keep[found[0] + 1 :] = False
+    return keep
+
+
+def _line(ids: Ids, keep: Mask, n_rows: int, columns: int) -> Line:
+    tokens = tuple(ids[keep].tolist())
+    select = np.flatnonzero(keep[:n_rows])
+    prompt = int(keep[:columns].sum())
+    runs = join_runs((), (Run("prompt", prompt), Run("generated", len(tokens) - prompt)))
+    own = None if len(select) == n_rows else tuple(select.tolist())
+    return Line(tokens, runs, len(select), len(tokens) - len(select), None, own)
+
+
+def _with_logits(line: Line, logits: npt.NDArray[Any] | None) -> Line:
+    if logits is None and line.n_rows and not line.n_pending:
+        return line.without_last_row()
+    return Line(line.tokens, line.runs, line.n_rows, line.n_pending, logits, line.select)

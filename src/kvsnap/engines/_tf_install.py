@@ -1,0 +1,153 @@
+"""From a snapshot to a cache of a transformers model: compare the geometry, read into fresh memory, build."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from kvsnap.engines._tf_layers import KINDS, dtype_of, kind_of, layer_at, numpy_view
+from kvsnap.engines._tf_model import Model
+from kvsnap.engines._tf_state import Line, check_ids, check_room
+from kvsnap.errors import CompatibilityError, InputError, UnsupportedError
+from kvsnap.layout import PositionRun, Snapshot
+from kvsnap.protocols import Progress
+from kvsnap.tensors import Layer, Tensor, TensorSpec
+
+__all__ = ["build_cache", "check_snapshot", "line_of"]
+
+# The kind that every layer of a supported model has; with further kinds it becomes a question to each layer.
+_KIND = KINDS["DynamicLayer"]
+
+
+def check_snapshot(snapshot: Snapshot, model: Model, dtype: str, *, cast: bool) -> None:
+    """Compare a snapshot with a model; raise an error that names the layer and both values. Reads no tensor."""
+    if snapshot.row_start != 0:
+        raise InputError(
+            "a partial capture cannot be installed", expected="rows from 0", found=f"rows from {snapshot.row_start}"
+        )
+    n_rows, n_pending, stored = snapshot.n_rows, snapshot.n_pending, len(snapshot.tokens)
+    if not (0 <= n_pending <= stored <= n_rows + n_pending):
+        raise InputError(
+            "the counts of the snapshot contradict each other",
+            expected="pending <= tokens <= rows + pending", found=f"{n_pending}, {stored}, {n_rows}",
+        )  # fmt: skip
+    straight = (PositionRun(0, n_rows),) if n_rows else ()
+    if tuple(snapshot.positions) not in ((), straight) or snapshot.token_offset != n_rows:
+        raise UnsupportedError(
+            "positions that do not count from 0 without a jump are not supported yet",
+            expected=f"0 to {n_rows}", found=f"{list(snapshot.positions)}, then {snapshot.token_offset}",
+        )  # fmt: skip
+    check_ids(snapshot.tokens, model.vocab_size, n_rows + n_pending - stored)
+    check_room(0, n_rows + n_pending, model.context_limit)
+    if snapshot.logits is not None and snapshot.logits.shape != (model.vocab_size,):
+        raise CompatibilityError(
+            "the stored logits do not fit the vocabulary",
+            expected=[model.vocab_size], found=list(snapshot.logits.shape),
+        )  # fmt: skip
+    if n_rows == 0 and not snapshot.layers:
+        return
+    if len(snapshot.layers) != len(model.geometry):
+        raise CompatibilityError("wrong number of layers", expected=len(model.geometry), found=len(snapshot.layers))
+    for index, layer in enumerate(snapshot.layers):
+        _check_layer(layer, _KIND.kind, _KIND.specs(index, 0, model.geometry[index], dtype), n_rows, cast=cast)
+
+
+def _check_layer(layer: Layer, kind: str, specs: Sequence[TensorSpec], n_rows: int, *, cast: bool) -> None:
+    where = f"layer {specs[0].layer}"
+    roles = [t.role for t in layer.tensors]
+    if layer.kind != kind or layer.shares is not None or sorted(roles) != sorted(s.role for s in specs):
+        shared = "" if layer.shares is None else f" shared from layer {layer.shares}"
+        raise CompatibilityError(
+            f"{where} is of another kind",
+            expected=f"{kind} with {', '.join(s.role for s in specs)}",
+            found=f"{layer.kind}{shared} with {', '.join(roles)}",
+        )  # fmt: skip
+    for spec in specs:
+        tensor = layer.tensor(spec.role)
+        assert tensor is not None  # noqa: S101 - the roles were compared above
+        found = tensor.spec
+        compared: list[tuple[str, Any, Any]] = [
+            ("axes", spec.axes, found.axes),
+            ("shape", spec.shape_with(n_rows), tensor.shape),
+            ("first row", 0, tensor.start),
+        ]
+        if not cast:
+            compared.append(("dtype", spec.dtype, found.dtype))
+        if "unknown" not in (spec.rope, found.rope):
+            compared.append(("rope", f"{spec.rope} {spec.pairing}".strip(), f"{found.rope} {found.pairing}".strip()))
+        for what, expected, value in compared:
+            if expected != value:
+                shown = [list(v) if isinstance(v, tuple) else v for v in (expected, value)]
+                raise CompatibilityError(f"{where} {spec.role}: {what} differs", expected=shown[0], found=shown[1])
+
+
+def line_of(snapshot: Snapshot) -> Line:
+    """Return the sequence of a checked snapshot; without logits and with nothing pending its last row is given up."""
+    logits = None if snapshot.logits is None else np.array(snapshot.logits.array)
+    line = Line(snapshot.tokens, tuple(snapshot.runs), snapshot.n_rows, snapshot.n_pending, logits)
+    if line.n_rows and not line.n_pending and logits is None:
+        if not line.tokens:
+            raise InputError("the snapshot has neither logits nor the last token, so there is nothing to go on from")
+        return line.without_last_row()
+    return line
+
+
+def build_cache(
+    snapshot: Snapshot, model: Model, dtype: Any, n_rows: int, workers: int, progress: Progress | None = None
+) -> Any:
+    """Read the first `n_rows` rows into memory of their own, on the device of each layer, and return them as a cache.
+
+    Raise what the tensors raise when their bytes are damaged; nothing else has changed then.
+    """
+    cache = model.fresh_cache()
+    if n_rows == 0:
+        return cache
+    reader = _Reader(dtype, n_rows, sum(layer.nbytes for layer in snapshot.layers), progress)
+    name = dtype_of(dtype, "the cache")
+    jobs: list[list[Future[Any]]] = []
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for layer, device, geometry in zip(snapshot.layers, model.devices(), model.geometry, strict=True):
+                roles = [spec.role for spec in _KIND.specs(layer.index, 0, geometry, name)]
+                tensors = [next(t for t in layer.tensors if t.role == role) for role in roles]
+                jobs.append([pool.submit(reader.read, tensor, device) for tensor in tensors])
+            read = [[job.result() for job in of_layer] for of_layer in jobs]
+        finally:
+            # After the first failure the rest need not be read.
+            for job in (job for of_layer in jobs for job in of_layer):
+                job.cancel()
+    for index, found in enumerate(read):
+        layer = layer_at(cache, index)
+        kind_of(layer, index).write(layer, found)
+    return cache
+
+
+class _Reader:
+    """Reads one tensor after another; used from several threads at once."""
+
+    def __init__(self, dtype: Any, n_rows: int, total: int, progress: Progress | None) -> None:
+        self._dtype = dtype
+        self._n_rows = n_rows
+        self._total = total
+        self._progress = progress
+        self._done = 0
+        self._lock = Lock()
+
+    def read(self, tensor: Tensor, device: Any) -> Any:
+        import torch
+
+        kind = torch.device(device).type
+        with torch.inference_mode(False), torch.no_grad():
+            memory = torch.empty((1, *tensor.shape), dtype=getattr(torch, tensor.spec.dtype), pin_memory=kind == "cuda")
+            tensor.read_into(numpy_view(memory)[0])
+            if kind != "cpu" or memory.dtype != self._dtype:
+                memory = memory.to(device=device, dtype=self._dtype)
+        with self._lock:
+            self._done += tensor.nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+        return memory[:, :, : self._n_rows]

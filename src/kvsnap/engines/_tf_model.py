@@ -1,0 +1,181 @@
+"""What a transformers model is, as far as its cache goes: sizes, keywords, devices, and whether it is supported."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from kvsnap.engines._tf_layers import Geometry, kind_of, numpy_view, rows_of
+from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.tensors import Pairing, RopeState
+
+__all__ = ["Model", "recognises"]
+
+_HALF, _INTERLEAVED = [-2.0, -3.0, 0.0, 1.0], [-1.0, 0.0, -3.0, 2.0]
+
+
+def recognises(model: object) -> bool:
+    """Tell whether `model` is a transformers model (or a PEFT model around one) without importing anything."""
+    names = {(cls.__module__.split(".", 1)[0], cls.__name__) for cls in type(model).__mro__}
+    return ("transformers", "PreTrainedModel") in names or ("peft", "PeftModel") in names
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A supported model: the module that is called, its text settings, and how its forward wants to be called."""
+
+    module: Any
+    config: Any
+    cache_keyword: str
+    keeps_logits: bool
+    geometry: tuple[Geometry, ...]
+    vocab_size: int
+    context_limit: int | None
+
+    @staticmethod
+    def of(model: Any) -> Model:
+        """Look at a model. Raise `UnsupportedError` naming what in it is not supported."""
+        module = _inside_peft(model)
+        config = module.config.get_text_config(decoder=True)
+        parameters = inspect.signature(type(module).forward).parameters
+        keyword = next((name for name in ("cache", "past_key_values") if name in parameters), None)
+        if keyword is None:
+            raise UnsupportedError(
+                f"{type(module).__name__}.forward takes no cache", expected="cache or past_key_values", found="neither"
+            )
+        _refuse_unsupported(module, config)
+        limit = getattr(config, "max_position_embeddings", None)
+        return Model(
+            module, config, keyword, "logits_to_keep" in parameters, _geometry(module, config), int(config.vocab_size),
+            None if limit is None else int(limit),
+        )  # fmt: skip
+
+    def fresh_cache(self) -> Any:
+        """Return a cache that holds nothing."""
+        return _fresh_cache(self.module)
+
+    def dtype(self) -> Any:
+        """Return the torch dtype that the weights are in now, which is that of the cache."""
+        return self.module.dtype
+
+    def devices(self) -> list[Any]:
+        """Return the device of each layer's weights now (a model may be moved, or be spread over several)."""
+        count = len(self.geometry)
+        lists = (part for part in self.module.modules() if type(part).__name__ == "ModuleList" and len(part) == count)
+        blocks: Any = next((found for found in lists if _first_parameter(found[0]) is not None), ())
+        return [_device(block, self.module.device) for block in blocks] or [self.module.device] * count
+
+    def evaluate(self, cache: Any, ids: Sequence[int]) -> npt.NDArray[Any]:
+        """Evaluate ids behind what `cache` holds, in place; return the logits of the last one, `[vocab]`, as a copy."""
+        import torch
+
+        if self.module.training:
+            raise InputError("the model is in training mode, where dropout makes every pass differ; call model.eval()")
+        options: dict[str, Any] = {self.cache_keyword: cache, "use_cache": True, "return_dict": True}
+        if self.keeps_logits:
+            options["logits_to_keep"] = 1
+        embedding = self.module.get_input_embeddings()
+        # no_grad and not inference_mode: the cache must stay usable by the user's own calls.
+        with torch.inference_mode(False), torch.no_grad():
+            given = torch.tensor([list(ids)], dtype=torch.long, device=_device(embedding, self.module.device))
+            before = rows_of(cache)
+            found = self.module(input_ids=given, **options).logits[0, -1]
+            self._check_rows(cache, before, len(ids))
+            own = torch.empty(found.shape, dtype=found.dtype, device="cpu")
+            own.copy_(found)
+        return numpy_view(own)
+
+    def _check_rows(self, cache: Any, before: Sequence[int], count: int) -> None:
+        for index, rows in enumerate(rows_of(cache)):
+            expected = (before[index] if index < len(before) else 0) + count
+            if rows != expected:
+                raise UnsupportedError(
+                    f"layer {index} does not keep a row for each token", expected=f"{expected} rows", found=rows
+                )
+
+
+def _inside_peft(model: Any) -> Any:
+    if not hasattr(model, "get_base_model"):
+        return model
+    for name, settings in model.peft_config.items():
+        if getattr(settings, "is_prompt_learning", False):
+            raise UnsupportedError(f"adapter {name!r} puts learned rows before the prompt, which is not supported")
+    return model.get_base_model()
+
+
+def _fresh_cache(module: Any) -> Any:
+    import transformers
+
+    return transformers.DynamicCache(config=module.config)
+
+
+def _refuse_unsupported(module: Any, config: Any) -> None:
+    if getattr(module.config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{config.model_type} is an encoder-decoder, which is not supported yet")
+    # Its cache looks like plain attention with one head and holds a latent row and a rope row instead.
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise UnsupportedError(
+            f"{config.model_type} has latent attention (kv_lora_rank {config.kv_lora_rank}), which is not supported yet"
+        )
+    supports = getattr(module, "_supports_default_dynamic_cache", None)
+    if getattr(module, "_is_stateful", False) or (supports is not None and not supports()):
+        raise UnsupportedError(f"{config.model_type} keeps a state of its own beside the cache, which is not supported")
+    layers = _fresh_cache(module).layers
+    for index, layer in enumerate(layers):
+        kind_of(layer, index)
+    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind != "full_attention":
+            raise UnsupportedError(f"layer {index} is of the type {kind}, which is not supported yet")
+    if layers and len(layers) != config.num_hidden_layers:
+        raise UnsupportedError(
+            f"{config.model_type} does not keep one cache layer for each layer",
+            expected=config.num_hidden_layers, found=len(layers),
+        )  # fmt: skip
+    if any(hasattr(part, "rope_deltas") for part in module.modules()):
+        raise UnsupportedError(f"{config.model_type} counts positions in several dimensions: not supported yet")
+
+
+def _geometry(module: Any, config: Any) -> tuple[Geometry, ...]:
+    query_heads = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_key_value_heads", None) or query_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // query_heads)
+    rope, pairing = _rope(module, config)
+    # SmolLM3 and others leave the rotation out of some layers.
+    rotated = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
+    return tuple(
+        Geometry(heads, width, query_heads, *((rope, pairing) if used else ("none", ""))) for used in rotated
+    )  # fmt: skip
+
+
+def _rope(module: Any, config: Any) -> tuple[RopeState, Pairing]:
+    """Tell how keys are rotated. Asks the function that the model uses: no setting says it for every family."""
+    import torch
+
+    settings = getattr(config, "rope_parameters", None) or {}
+    if not settings and getattr(config, "rope_theta", None) is None:
+        return "unknown", ""
+    partial = settings.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    rotate = getattr(sys.modules[type(module).__module__], "rotate_half", None)
+    if rotate is None or partial != 1.0:
+        return "unknown", ""
+    found = rotate(torch.arange(4.0)).tolist()
+    if found == _HALF:
+        return "after", "half"
+    return ("after", "interleaved") if found == _INTERLEAVED else ("unknown", "")
+
+
+def _first_parameter(module: Any) -> Any:
+    return next(iter(module.parameters()), None)
+
+
+def _device(module: Any, default: Any) -> Any:
+    parameter = _first_parameter(module)
+    if parameter is not None and parameter.device.type != "meta":
+        return parameter.device
+    # Offloaded weights visit the device where their layer runs.
+    return getattr(getattr(module, "_hf_hook", None), "execution_device", None) or default
