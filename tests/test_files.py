@@ -343,6 +343,24 @@ def test_a_link_that_appears_between_the_look_and_the_open_is_refused(
         Appender.open(path)
 
 
+@pytest.mark.timeout(30)
+def test_a_pipe_that_appears_between_the_look_and_the_open_is_neither_waited_for_nor_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"")
+    real = os.open
+
+    def swap(name: str, *arguments: Any, **options: Any) -> int:
+        path.unlink()
+        os.mkfifo(path)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", swap)
+    with pytest.raises(InputError, match="pipe"):
+        Reader(path)
+
+
 @pytest.mark.parametrize("path", ["", "a\0b", b"bytes"])
 def test_what_is_not_a_path_is_refused(path: Any) -> None:
     for act in (lambda p: write_whole(p, b""), Reader, Appender.open, Appender.create, files.remove):

