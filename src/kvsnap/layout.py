@@ -113,7 +113,8 @@ class SamplerState:
 class Head:
     """Keys and values of one head, post-RoPE in the model's own order.
 
-    `k` and `v` are float32 `[seq, dim]`, `positions` int64 `[seq]`. A latent layer answers as one head: `k` the latent rows, `v` the rope rows, as stored.
+    `k` and `v` are float32 `[seq, dim]`, `positions` int64 `[seq]`. A latent layer answers as one head: `k` the latent
+    rows, `v` the rope rows, as stored.
     """
 
     k: npt.NDArray[np.float32]
@@ -198,6 +199,11 @@ class Snapshot:
     def nbytes(self) -> int:
         """Bytes of all tensors, decoded."""
         return sum(layer.nbytes for layer in self.layers) + (self.logits.nbytes if self.logits else 0)
+
+    @property
+    def bound(self) -> float:
+        """Largest absolute error that storing may have put into any value; 0: exactly what the engine held."""
+        return max((t.bound for t in self.tensors()), default=0.0)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of every layer, in layer order (logits are apart)."""

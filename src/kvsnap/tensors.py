@@ -113,14 +113,24 @@ class Source(Protocol):
 class Tensor:
     """One tensor of a cache: its spec, the first row it holds, and its values (in memory, or behind a `Source`).
 
-    `start` is the row number of the first row held: above 0 in a partial capture and in a window.
+    `start` is the row number of the first row held: above 0 in a partial capture and in a window. `bound` is the
+    largest absolute error that storing may have put into a value; 0 means exactly what the engine held.
     """
 
-    __slots__ = ("_array", "_values", "n_rows", "spec", "start")
+    __slots__ = ("_array", "_values", "bound", "n_rows", "spec", "start")
 
-    def __init__(self, spec: TensorSpec, values: Array | Source, *, start: int = 0, n_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: TensorSpec,
+        values: Array | Source,
+        *,
+        start: int = 0,
+        n_rows: int | None = None,
+        bound: float = 0.0,
+    ) -> None:
         self.spec = spec
         self.start = start
+        self.bound = bound
         self._array: Array | None = None
         self._values: Source
         if isinstance(values, np.ndarray):
@@ -190,7 +200,7 @@ class Tensor:
             return self
         index: list[slice] = [slice(None)] * len(self.spec.shape)
         index[self.spec.row_axis] = slice(start - self.start, stop - self.start)
-        return Tensor(self.spec, self.array[tuple(index)], start=start)
+        return Tensor(self.spec, self.array[tuple(index)], start=start, bound=self.bound)
 
     def __repr__(self) -> str:
         return f"Tensor({self.name}, {self.spec.dtype}{list(self.shape)}, start={self.start})"

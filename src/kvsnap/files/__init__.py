@@ -231,12 +231,13 @@ def _create_temporary(path: str, mode: int) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def replacing(path: StrPath, *, mode: int = 0o600, sync: bool = True) -> Iterator[Writer]:
+def replacing(path: StrPath, *, mode: int = 0o600, sync: bool = True, new: bool = False) -> Iterator[Writer]:
     """Write a file whole: yield a `Writer`, and put the file in place of `path` when the block ends without error.
 
     Until then `path` is what it was; after any error it still is, and the temporary file beside it is gone. With
     `sync` the bytes are durable before the name changes, and the name before this returns. Permissions are exactly
-    `mode`. A symbolic link, a directory or a device under the name is refused.
+    `mode`. A symbolic link, a directory or a device under the name is refused. With `new` the name must be free at
+    the moment the file appears (InputError), even when several processes try at once.
 
     Raise MissingError naming a missing directory, InputError, StorageError with `errno`. Only when the last step, the
     sync of the directory, fails is the new file in place nevertheless.
@@ -250,14 +251,24 @@ def replacing(path: StrPath, *, mode: int = 0o600, sync: bool = True) -> Iterato
         if sync:
             writer.sync()
         writer._close()
-        try:
-            os.replace(temporary, target)
-        except OSError as error:
-            raise translate(error, target, "replace") from error
+        _rename(temporary, target, new=new)
         undo.pop_all()
     _note("rename", temporary, data=os.fsencode(target))
     if sync:
         fsync_directory(os.path.dirname(target) or ".")
+
+
+def _rename(temporary: str, target: str, *, new: bool) -> None:
+    try:
+        if new:
+            os.link(temporary, target)  # unlike rename, refuses a name that is taken
+            os.unlink(temporary)
+        else:
+            os.replace(temporary, target)
+    except FileExistsError as error:
+        raise InputError("the name is taken", path=target) from error
+    except OSError as error:
+        raise translate(error, target, "replace") from error
 
 
 def _discard(writer: Writer, temporary: str) -> None:
@@ -270,14 +281,19 @@ def _discard(writer: Writer, temporary: str) -> None:
 
 
 def write_whole(
-    path: StrPath, content: Buffers | Callable[[Writer], object], *, mode: int = 0o600, sync: bool = True
+    path: StrPath,
+    content: Buffers | Callable[[Writer], object],
+    *,
+    mode: int = 0o600,
+    sync: bool = True,
+    new: bool = False,
 ) -> int:
     """Write a file whole, as `replacing` does, and return its length in bytes.
 
     `content` is a buffer, several in order, or a function that is handed the `Writer`. Errors as for `replacing`; an
     error of the function passes through.
     """
-    with replacing(path, mode=mode, sync=sync) as writer:
+    with replacing(path, mode=mode, sync=sync, new=new) as writer:
         if callable(content):
             content(writer)
         else:
@@ -340,6 +356,16 @@ class Appender(OpenFile):
         if self._poisoned:
             raise PoisonedError("an earlier sync failed, so what reached the disk is unknown; reopen", path=self.path)
         return super()._checked()
+
+    @property
+    def poisoned(self) -> bool:
+        """True after a failed sync."""
+        return self._poisoned
+
+    @property
+    def is_named(self) -> bool:
+        """False when another file took the place of this one, so that what is written here would be lost."""
+        return system.is_named(self._checked(), self.path)
 
     def size(self) -> int:
         """Return the present length in bytes."""

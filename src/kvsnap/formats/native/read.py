@@ -173,10 +173,10 @@ class NativeFile:
         return Identity.from_dict(parse_json(*self._json(self.commit.identity, Kind.IDENTITY)))
 
     @cached_property
-    def note(self) -> tuple[str | None, dict[str, str]]:
-        """Text and metadata."""
+    def metadata(self) -> dict[str, str]:
+        """The user's metadata."""
         if not self.commit.note:
-            return None, {}
+            return {}
         return schema.parse_note(*self._json(self.commit.note, Kind.NOTE))
 
     def table_at(self, offset: int, kind: int) -> tuple[Table, int, int]:
@@ -209,7 +209,7 @@ class NativeFile:
         tensors = {}
         for part in table.parts:
             source = PartSource(self.reader, self._spec(specs, part.tensor, payload), part, payload, mapped=self.mapped)
-            tensors[part.tensor] = Tensor(source.spec, source, n_rows=part.n_rows)
+            tensors[part.tensor] = Tensor(source.spec, source, n_rows=part.n_rows, bound=part.bound)
         return tensors, schema.parse_sampler(table.meta, self.path, payload)
 
     def _spec(self, specs: dict[int, TensorSpec], number: int, offset: int) -> TensorSpec:
@@ -224,11 +224,14 @@ class NativeFile:
         specs = {spec.id: spec for spec in self.geometry.tensors}
         slices: dict[int, list[Slice]] = {}
         ids: list[npt.NDArray[np.int32]] = []
+        texts: list[str | None] = []
         runs: tuple[Run, ...] = ()
         positions: tuple[PositionRun, ...] = ()
         for span in self.spans():
             entry, table = span.entry, span.table
             ids.append(table.tokens[: entry.n_tokens])
+            whole = entry.n_tokens == len(table.tokens)
+            texts.append(schema.parse_text(table.meta, self.path, span.payload) if whole else None)
             runs = join_runs(runs, cut_runs(table.runs, entry.n_tokens))
             positions = join_positions(positions, cut_positions(table.positions, entry.n_rows))
             for part in table.parts:
@@ -245,7 +248,6 @@ class NativeFile:
             if spec.grows and spec.id not in tensors:
                 tensors[spec.id] = Tensor(spec, np.zeros(spec.shape, dtype=numpy_dtype(spec.dtype)))
         logits = next((t for t in replaced.values() if t.role == "logits"), None)
-        text, metadata = self.note
         every = np.concatenate(ids) if ids else np.zeros(0, np.int32)
         return Snapshot(
             architecture=self.geometry.architecture,
@@ -259,8 +261,8 @@ class NativeFile:
             logits=logits,
             sampler=sampler,
             identity=self.identity,
-            text=text,
-            metadata=metadata,
+            text="".join(t for t in texts if t) if texts and None not in texts else None,
+            metadata=self.metadata,
             source={
                 "format": "native",
                 "path": self.path,
@@ -272,7 +274,7 @@ class NativeFile:
     def _joined(self, spec: TensorSpec, slices: Sequence[Slice]) -> Tensor:
         if not spec.grows:
             last = slices[-1].source
-            return Tensor(spec, last, n_rows=last.part.n_rows)
+            return Tensor(spec, last, n_rows=last.part.n_rows, bound=last.part.bound)
         start = at = slices[0].source.part.row_start
         for piece in slices:
             if piece.source.part.row_start != at:
@@ -286,6 +288,7 @@ class NativeFile:
             raise FormatError(
                 f"{spec.name}: rows are missing", path=self.path, expected=f"0 to {expected}", found=f"{start} to {at}"
             )
+        bound = max(piece.source.part.bound for piece in slices)
         if len(slices) == 1 and slices[0].is_whole:
-            return Tensor(spec, slices[0].source, start=start, n_rows=at - start)
-        return Tensor(spec, JoinedSource(spec, tuple(slices)), start=start, n_rows=at - start)
+            return Tensor(spec, slices[0].source, start=start, n_rows=at - start, bound=bound)
+        return Tensor(spec, JoinedSource(spec, tuple(slices)), start=start, n_rows=at - start, bound=bound)

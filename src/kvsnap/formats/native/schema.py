@@ -231,20 +231,31 @@ def parse_sampler(raw: bytes, path: str | None, offset: int) -> SamplerState | N
     return SamplerState(settings, random)
 
 
-def pack_note(text: str | None, metadata: Mapping[str, str]) -> bytes:
+def pack_text(text: str | None) -> bytes:
+    """Return the meta of a SPAN record."""
+    return b"" if text is None else canonical_json({"text": text})
+
+
+def parse_text(raw: bytes, path: str | None, offset: int) -> str | None:
+    """Parse the meta of a SPAN record: the text that its tokens added, or None."""
+    if not raw:
+        return None
+    r = _Reader(parse_json(raw, path, offset), "SPAN meta", path, offset)
+    return r.text("text") if r.data.get("text") is not None else None
+
+
+def pack_note(metadata: Mapping[str, str]) -> bytes:
     """Return the payload of a NOTE record."""
-    return canonical_json({"text": text, "metadata": dict(metadata)})
+    return canonical_json({"metadata": dict(metadata)})
 
 
-def parse_note(raw: bytes, path: str | None, offset: int) -> tuple[str | None, dict[str, str]]:
-    """Parse the payload of a NOTE record: text and metadata."""
+def parse_note(raw: bytes, path: str | None, offset: int) -> dict[str, str]:
+    """Parse the payload of a NOTE record: the user's metadata."""
     r = _Reader(parse_json(raw, path, offset), "NOTE", path, offset)
-    text, metadata = r.data.get("text"), r.data.get("metadata")
-    if text is not None and not isinstance(text, str):
-        r.refuse("text", "text or null", text)
+    metadata = r.data.get("metadata")
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         r.refuse("metadata", "an object of text", metadata)
-    return text, metadata
+    return metadata
 
 
 def same_tensors(a: Sequence[TensorSpec], b: Sequence[TensorSpec]) -> str | None:

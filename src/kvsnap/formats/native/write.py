@@ -110,17 +110,19 @@ def _encode(tensor: Tensor, wanted: str) -> _Encoded:
     digest = xxhash.xxh3_64()
     for buffer in encoded.buffers:
         digest.update(_bytes_of(buffer))
+    # What an earlier lossy save did to the values stays on record when they are saved again.
+    bound = tensor.bound + (0.0 if encoded.exact else encoded.bound)
     part = Part(
         tensor=spec.id,
         codec=codec.id,
-        exact=encoded.exact,
+        exact=bound == 0,
         row_start=tensor.start if spec.grows else 0,
         n_rows=tensor.n_rows,
         offset=0,
         stored=encoded.nbytes,
         checksum=digest.intdigest(),
         decoded=tensor.nbytes,
-        bound=0.0 if encoded.exact else encoded.bound,
+        bound=bound,
     )
     return _Encoded(part, encoded.buffers)
 
@@ -212,7 +214,7 @@ class RecordWriter:
         return footer
 
 
-def span_table(snapshot: Snapshot, *, row_start: int, token_start: int) -> Table:
+def span_table(snapshot: Snapshot, *, row_start: int, token_start: int, text: str | None) -> Table:
     """Return the table of a SPAN that holds what the snapshot has from this row and this token on."""
     return Table(
         row_start=row_start,
@@ -221,6 +223,7 @@ def span_table(snapshot: Snapshot, *, row_start: int, token_start: int) -> Table
         tokens=np.asarray(snapshot.tokens[token_start:], dtype=np.int32),
         runs=_later(snapshot.runs, token_start),
         positions=_later_positions(snapshot, row_start),
+        meta=schema.pack_text(text),
     )
 
 
@@ -295,11 +298,11 @@ def write_snapshot(
     identity = writer.plain(Kind.IDENTITY, canonical_json(snapshot.identity.to_dict()))
     layout = writer.plain(Kind.LAYOUT, schema.pack_layout(schema.geometry_of(snapshot)))
     rows = [t for t in snapshot.tensors() if t.spec.growth != "replaced"]
-    table = span_table(snapshot, row_start=0, token_start=0)
+    table = span_table(snapshot, row_start=0, token_start=0, text=snapshot.text)
     span, check, parts = writer.parts(Kind.SPAN, table, rows, chosen, progress)
     state_table = Table(row_start=snapshot.n_rows, meta=schema.pack_sampler(snapshot.sampler))
     state, _, state_parts = writer.parts(Kind.STATE, state_table, state_tensors(snapshot), "exact")
-    note = writer.plain(Kind.NOTE, schema.pack_note(snapshot.text, snapshot.metadata))
+    note = writer.plain(Kind.NOTE, schema.pack_note(snapshot.metadata)) if snapshot.metadata else 0
     digest = history_digest(bytes(16), table.tokens, snapshot.n_rows)
     entry = Entry(span, len(snapshot.tokens), 0, snapshot.n_rows, state, check, digest)
     footer = writer.commit(
