@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ def quantise(values: Array) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float3
     scales, good = _scales(_peaks(source))
     codes = np.zeros(values.shape, dtype=np.int8)
     target = codes.reshape(source.shape)
-    for first, last in _runs(good):
+    for first, last in _runs(good.tolist()):
         _quantise_into(source[first:last], scales[first:last], target[first:last])
     return codes, scales, good
 
@@ -104,13 +105,14 @@ class Q8:
         n_groups, n = source.shape[0], math.prod(source.shape[1:])
         peaks = _peaks(source)
         scales, good = _scales(peaks)
-        offsets, total = _places(good, n)
+        kept = good.tolist()
+        offsets, total = _places(kept, n)
         data = np.empty(total, dtype=np.uint8)
         table = np.zeros(n_groups, dtype=_TABLE)
-        table["scale"], table["mode"] = scales, np.where(good, _MODE_Q8, _MODE_FLOAT32)
+        table["scale"], table["mode"] = scales, ~good
         data[: _HEADER.size] = np.frombuffer(_HEADER.pack(n_groups, 0), dtype=np.uint8)
         data[_HEADER.size : _HEADER.size + table.nbytes] = table.view(np.uint8)
-        for first, last in _runs(good):
+        for first, last in _runs(kept):
             shape = (last - first, *source.shape[1:])
             _padding(data, offsets[first], shape)[...] = 0
             _quantise_into(source[first:last], scales[first:last], _codes(data, offsets[first], shape))
@@ -119,7 +121,7 @@ class Q8:
             data[offsets[group] : offsets[group] + raw.nbytes] = raw.view(np.uint8)
         # A cast to float32 and back may change the bits of a NaN, so only float32 is sure to come back the same.
         exact = values.size == 0 or (spec.dtype == "float32" and not good.any())
-        return Encoded((data,), total, exact=exact, bound=_bound(spec, peaks[good], scales[good]))
+        return Encoded((data,), total, exact=exact, bound=_bound(spec, peaks, scales, kept))
 
     def stored_size(self, spec: TensorSpec, n_rows: int) -> int | None:
         """Return the size of a tensor without values; otherwise None, because a head with NaN takes more bytes."""
@@ -134,19 +136,21 @@ class Q8:
         target = _flat(_groups(spec, out))
         n = math.prod(target.shape[1:])
         stored = np.frombuffer(data, dtype=np.uint8)
-        table, offsets = _read_table(spec, stored, target.shape[0], n)
-        quantised = table["mode"] == _MODE_Q8
+        scales, quantised = _read_table(spec, stored, target.shape[0])
+        offsets, total = _places(quantised, n)
+        if stored.size != total:
+            what = "is cut off" if stored.size < total else "has trailing bytes"
+            raise _damaged(spec, what, f"{total} bytes", f"{stored.size} bytes")
         runs = [(first, (last - first, *target.shape[1:])) for first, last in _runs(quantised)]
         for first, shape in runs:
             if _padding(stored, offsets[first], shape).any():
                 raise _damaged(spec, "has padding that is not zero", "0", "another value")
-        scales = table["scale"].astype(np.float32)
         for first, shape in runs:
             last = first + shape[0]
             dequantise(_codes(stored, offsets[first], shape), scales[first:last], target[first:last])
-        with np.errstate(over="ignore", invalid="ignore"):
-            for group in np.flatnonzero(~quantised):
-                raw = stored[offsets[group] : offsets[group] + 4 * n].view("<f4")
+        for group in (g for g, whole in enumerate(quantised) if not whole):
+            raw = stored[offsets[group] : offsets[group] + 4 * n].view("<f4")
+            with np.errstate(over="ignore", invalid="ignore"):
                 np.copyto(target[group], raw.reshape(target.shape[1:]), casting="unsafe")
 
     def _check(self, spec: TensorSpec, values: Array) -> None:
@@ -225,12 +229,15 @@ def _scales(peaks: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], np
     return scales, good
 
 
-def _runs(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
     """Return the spans `[first, last)` of consecutive True."""
-    if flags.all():
-        return [(0, len(flags))] if len(flags) else []
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8))).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
+    found, first = [], 0
+    for flag, same in groupby(flags):
+        last = first + sum(1 for _ in same)
+        if flag:
+            found.append((first, last))
+        first = last
+    return found
 
 
 def _quantise_into(groups: Array, scales: npt.NDArray[np.float32], codes: Array) -> None:
@@ -264,12 +271,11 @@ def _padded(n: int) -> int:
     return (n + 3) & ~3
 
 
-def _places(quantised: npt.NDArray[np.bool_], n: int) -> tuple[list[int], int]:
+def _places(quantised: Sequence[bool], n: int) -> tuple[list[int], int]:
     """Return where the data of each group starts, and the length of the part."""
-    sizes = np.where(quantised, _padded(n), 4 * n)
-    ends = _HEADER.size + _TABLE.itemsize * len(sizes) + np.cumsum(sizes, dtype=np.int64)
-    total = int(ends[-1]) if len(ends) else _HEADER.size
-    return (ends - sizes).tolist(), total
+    start = _HEADER.size + _TABLE.itemsize * len(quantised)
+    *offsets, total = accumulate((_padded(n) if whole else 4 * n for whole in quantised), initial=start)
+    return offsets, total
 
 
 def _codes(data: Array, offset: int, shape: tuple[int, ...]) -> npt.NDArray[np.int8]:
@@ -292,8 +298,8 @@ def _padding(data: Array, offset: int, shape: tuple[int, ...]) -> Array:
     return padding
 
 
-def _read_table(spec: TensorSpec, stored: Array, n_groups: int, n: int) -> tuple[Array, list[int]]:
-    """Return the table and where each group starts, after checking all of it against the bytes that are there."""
+def _read_table(spec: TensorSpec, stored: Array, n_groups: int) -> tuple[npt.NDArray[np.float32], list[bool]]:
+    """Return the scales and which groups are quantised, after checking the table against the bytes that are there."""
     start = _HEADER.size + _TABLE.itemsize * n_groups
     if stored.size < start:
         raise _damaged(spec, "is cut off in its table", f"at least {start} bytes", f"{stored.size} bytes")
@@ -302,34 +308,31 @@ def _read_table(spec: TensorSpec, stored: Array, n_groups: int, n: int) -> tuple
         raise _damaged(spec, "has the wrong number of groups", n_groups, count)
     if zero != 0:
         raise _damaged(spec, "has a reserved word that is not zero", 0, zero)
-    table: Array = stored[_HEADER.size : start].view(_TABLE)
-    modes, scales = table["mode"], table["scale"]
-    if (unknown := modes > _MODE_FLOAT32).any():
-        raise _damaged(spec, "has a group of unknown mode", "0 or 1", int(modes[unknown][0]))
-    with np.errstate(invalid="ignore"):
-        wrong = ~np.isfinite(scales) | np.signbit(scales) | ((modes == _MODE_FLOAT32) & (scales != 0))
-    if wrong.any():
-        expected = "finite and not negative; 0 for mode 1"
-        raise _damaged(spec, "has a scale that cannot be", expected, f"{scales[wrong][0]} for mode {modes[wrong][0]}")
-    offsets, total = _places(modes == _MODE_Q8, n)
-    if stored.size != total:
-        what = "is cut off" if stored.size < total else "has trailing bytes"
-        raise _damaged(spec, what, f"{total} bytes", f"{stored.size} bytes")
-    return table, offsets
+    table = stored[_HEADER.size : start].view(_TABLE)
+    modes = table["mode"].tolist()
+    for scale, mode in zip(table["scale"].tolist(), modes, strict=True):
+        if mode > _MODE_FLOAT32:
+            raise _damaged(spec, "has a group of unknown mode", "0 or 1", mode)
+        if not math.isfinite(scale) or math.copysign(1, scale) < 0 or (mode == _MODE_FLOAT32 and scale != 0):
+            expected = "finite and not negative; 0 for mode 1"
+            raise _damaged(spec, "has a scale that cannot be", expected, f"{scale} for mode {mode}")
+    return table["scale"].astype(np.float32), [mode == _MODE_Q8 for mode in modes]
 
 
 def _damaged(spec: TensorSpec, what: str, expected: object, found: object) -> DamagedError:
     return DamagedError(f"a q8 part of tensor {spec.name} {what}", expected=expected, found=found)
 
 
-def _bound(spec: TensorSpec, peaks: npt.NDArray[np.float32], scales: npt.NDArray[np.float32]) -> float:
-    """Return the bound of docs/codecs.md section 3.5 over the quantised groups; 0 where there are none."""
-    if not peaks.size:
-        return 0.0
-    peak, scale = peaks.astype(np.float64), scales.astype(np.float64)
-    top = 127 * scale
-    single = np.maximum(scale * (0.5 + 2.0**-16), peak - top + top * 2.0**-24)
-    single[peak == 0] = 0.0
+def _bound(
+    spec: TensorSpec, peaks: npt.NDArray[np.float32], scales: npt.NDArray[np.float32], quantised: Sequence[bool]
+) -> float:
+    """Return the bound of docs/codecs.md section 3.5: the largest of the quantised groups, 0 where there are none."""
     cast = _CASTS[spec.dtype]
-    rounding = np.maximum(top * (1 + 2.0**-23) * cast.unit, cast.half_step)
-    return float((single + np.minimum(single, rounding)).max())
+    bound = 0.0
+    for peak, scale, whole in zip(peaks.tolist(), scales.tolist(), quantised, strict=True):
+        if whole and peak:
+            top = 127 * scale
+            single = max(scale * (0.5 + 2.0**-16), peak - top + top * 2.0**-24)
+            rounding = max(top * (1 + 2.0**-23) * cast.unit, cast.half_step)
+            bound = max(bound, single + min(single, rounding))
+    return bound
