@@ -386,6 +386,32 @@ def test_permissions_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> N
     assert mode_of(tmp_path / "one") == mode_of(tmp_path / "one" / "two") == 0o700
 
 
+def test_a_new_file_never_takes_a_name_that_is_taken(tmp_path: Path, journal: Journal) -> None:
+    path = tmp_path / "a"
+    assert write_whole(path, b"first", new=True) == 5
+    assert journal.operations == ["create", "write", "sync", "rename", "fsync-dir"]
+    with pytest.raises(InputError, match="taken"):
+        write_whole(path, b"second", new=True)
+    assert path.read_bytes() == b"first"
+    assert names(tmp_path) == ["a"]
+    with pytest.raises(InputError, match="taken"), replacing(tmp_path / "b", new=True) as writer:
+        writer.write(b"slow")
+        write_whole(tmp_path / "b", b"fast", new=True)
+    assert (tmp_path / "b").read_bytes() == b"fast"
+    assert names(tmp_path) == ["a", "b"]
+    assert journal.replay() == {str(path): b"first", str(tmp_path / "b"): b"fast"}
+
+
+def test_an_appender_tells_when_its_name_is_taken_by_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with Appender.create(path) as appender:
+        assert appender.is_named
+        write_whole(path, b"other")
+        assert not appender.is_named
+        files.remove(path)
+        assert not appender.is_named
+
+
 def test_the_temporary_file_is_private_too(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -532,7 +558,9 @@ def test_a_failed_sync_poisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         for name in ("fdatasync", "fsync"):
             patch.setattr(os, name, fail, raising=False)
         with pytest.raises(StorageError, match="sync") as caught:
+            assert not appender.poisoned
             appender.sync()
+    assert appender.poisoned
     assert caught.value.errno == errno.EIO
     for act in (
         appender.sync,
