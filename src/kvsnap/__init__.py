@@ -1,7 +1,56 @@
 """kvsnap: a save file for the live state of a language model."""
 
-from __future__ import annotations
-
-__all__ = ["__version__"]
+from kvsnap.api import (
+    Continuation,
+    Restored,
+    capture,
+    check,
+    connect,
+    dumps,
+    generate,
+    inspect,
+    load,
+    loads,
+    restore,
+    save,
+    sweep,
+    verify,
+    warm_from_tokens,
+)
+from kvsnap.errors import KvsnapError
+from kvsnap.identity import Compatibility, Identity
+from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
+from kvsnap.protocols import Engine, Token
+from kvsnap.session import Session
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Compatibility",
+    "Continuation",
+    "Engine",
+    "Head",
+    "Identity",
+    "KvsnapError",
+    "Layer",
+    "Restored",
+    "Sampler",
+    "Session",
+    "Snapshot",
+    "Tensor",
+    "Token",
+    "__version__",
+    "capture",
+    "check",
+    "connect",
+    "dumps",
+    "generate",
+    "inspect",
+    "load",
+    "loads",
+    "restore",
+    "save",
+    "sweep",
+    "verify",
+    "warm_from_tokens",
+]

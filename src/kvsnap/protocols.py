@@ -130,7 +130,7 @@ class Engine(Protocol):
         padding is left out, or the capture is refused with `UnsupportedError`. Changes nothing live.
         """
 
-    def install(self, snapshot: Snapshot, progress: Progress | None = None) -> Installed:
+    def install(self, snapshot: Snapshot, progress: Progress | None = None, *, cast: bool = False) -> Installed:
         """Put a snapshot in place of the live sequence, atomically.
 
         Everything is read and checked into fresh memory, then swapped in; on any error the live state is as before.

@@ -1,0 +1,298 @@
+"""The public functions: files, engines, and the way between them. `import kvsnap` offers them all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvsnap import inspection, sampling
+from kvsnap.engines.connect import connect
+from kvsnap.errors import InputError
+from kvsnap.formats import native
+from kvsnap.formats.native import SaveReport, VerifyReport
+from kvsnap.identity import Compatibility, compare
+from kvsnap.inspection import Summary
+from kvsnap.layout import Sampler, Snapshot, set_save
+from kvsnap.protocols import Engine, Progress, Token
+
+__all__ = [
+    "Continuation",
+    "Restored",
+    "capture",
+    "check",
+    "connect",
+    "dumps",
+    "generate",
+    "inspect",
+    "load",
+    "loads",
+    "restore",
+    "save",
+    "sweep",
+    "verify",
+    "warm_from_tokens",
+]
+
+StrPath = str | os.PathLike[str]
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def _native_only(format: str | None) -> None:
+    if format not in (None, native.NAME):
+        raise InputError("no such format", expected=native.NAME, found=format)
+
+
+def load(path: StrPath, *, format: str | None = None, mmap: bool = True) -> Snapshot:
+    """Open a file (a snapshot, or a session at its last turn) and return its snapshot.
+
+    Opening reads the index only; a tensor is read, and every byte of it checked, when it is first used. With `mmap` the
+    exact tensors of a sealed file are read-only views of the mapped file. Raise `MissingError`, `FormatError` (not a
+    file of ours), `VersionError`, `DamagedError` (also later, when a damaged tensor is used).
+    """
+    _native_only(format)
+    return native.load(path, mmap=mmap)
+
+
+def loads(data: bytes | bytearray | memoryview, *, format: str | None = None) -> Snapshot:
+    """Return the snapshot in these bytes, as `load` does."""
+    _native_only(format)
+    return native.loads(data)
+
+
+def save(
+    snapshot: Snapshot,
+    path: StrPath,
+    *,
+    codec: str | None = None,
+    format: str | None = None,
+    sync: bool = True,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Write a sealed snapshot durably; whatever happens, the name holds the old file or the whole new one.
+
+    `codec` is `exact` (the default) or `q8` (int8 with a scale per head: about a quarter of float32, not exact; the
+    report gives the bound). `sync=False` leaves out the fsyncs, and with them the promise to survive a power cut.
+    Raise `InputError`, `MissingError` (no such directory), `StorageError` (no space, no permission).
+    """
+    _native_only(format)
+    return native.save(snapshot, path, codec=codec, sync=sync, progress=progress)
+
+
+def dumps(snapshot: Snapshot, *, codec: str | None = None, format: str | None = None) -> bytes:
+    """Return the bytes that `save` would write."""
+    _native_only(format)
+    return native.dumps(snapshot, codec=codec)
+
+
+def inspect(path: StrPath) -> Summary:
+    """Tell what a file holds: geometry, tokens, sizes, identity, fidelity. No tensor byte is read."""
+    return inspection.summarise(path)
+
+
+def verify(path: StrPath, *, progress: Progress | None = None) -> VerifyReport:
+    """Check every byte of a file; damage is reported with tensor and token range, not raised."""
+    return inspection.verify(path, progress=progress)
+
+
+set_save(save)
+
+
+# -- engines -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore did.
+
+    `reused` tokens came from the file, `recomputed` had to be evaluated again. `exact` promises that ids and logits go
+    on bit-identical to the run that was never interrupted; when it is False, `notes` say why. Times are seconds:
+    `identity_s` hashing the weights of the live model, `install_s` reading, checking and installing.
+    """
+
+    reused: int
+    recomputed: int
+    exact: bool
+    report: Compatibility | None
+    notes: tuple[str, ...] = ()
+    identity_s: float = 0.0
+    install_s: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return {
+            "reused": self.reused,
+            "recomputed": self.recomputed,
+            "exact": self.exact,
+            "notes": list(self.notes),
+            "identity_s": self.identity_s,
+            "install_s": self.install_s,
+            "report": None if self.report is None else self.report.to_dict(),
+        }
+
+
+def capture(engine: Engine, *, row: int = 0, start: int = 0, settle: bool = False) -> Snapshot:
+    """Copy the live state of an engine out, with its text where the engine has a tokenizer.
+
+    `row` picks a sequence of a batch. `start` leaves out the rows before it (for `Session.append`). With `settle` the
+    pending token is evaluated first, so that after a restore the next token needs no forward pass; the continuation is
+    the same. Raise `UnsupportedError` naming a layer that cannot be captured exactly.
+    """
+    if settle:
+        engine.settle()
+    snapshot = engine.capture(start=start, row=row)
+    try:
+        return replace(snapshot, text=engine.detokenize(snapshot.tokens))
+    except InputError:  # no tokenizer: ids are all there is
+        return snapshot
+
+
+def check(
+    snapshot: Snapshot,
+    engine: Engine,
+    *,
+    accept: Sequence[str] = (),
+    draft_reserve: int = 0,
+    progress: Progress | None = None,
+) -> Compatibility:
+    """Compare a snapshot with a live engine, field by field, and its length with the context. Changes nothing."""
+    needed = snapshot.token_offset + snapshot.n_pending + draft_reserve
+    found = engine.identity(progress)
+    return compare(snapshot.identity, found, accept=accept, needed=needed, limit=engine.context_limit)
+
+
+def restore(
+    snapshot: Snapshot,
+    engine: Engine,
+    *,
+    accept: Sequence[str] = (),
+    sampler: Sampler | None = None,
+    draft_reserve: int = 0,
+    progress: Progress | None = None,
+) -> Restored:
+    """Put a snapshot into an engine in place of what it holds; on any error the engine is as before.
+
+    Identity is checked first: weights (hashed now), configuration, dtype, tokenizer, adapters. A difference raises
+    `CompatibilityError` with the report, unless its field is named in `accept`; then the result is not exact. More
+    tokens than the context raise `ContextError`. `sampler` replaces the saved settings and random state.
+    """
+    started = time.perf_counter()
+    report = check(snapshot, engine, accept=accept, draft_reserve=draft_reserve)
+    report.raise_if_refused()
+    identified = time.perf_counter()
+    installed = engine.install(snapshot, progress, cast="dtype" in accept)
+    finished = time.perf_counter()
+    if sampler is not None:
+        engine.sampler = sampling.start(sampler)
+    notes = list(installed.notes)
+    if snapshot.bound:
+        notes.append(f"the file is not exact: values may be off by up to {snapshot.bound:.3g}")
+    if not report.exact:
+        decisive = [f for f in report.fields if f.level != "advice" and f.verdict != "match"]
+        notes += [str(f) for f in decisive[:8]]
+    return Restored(
+        reused=installed.reused,
+        recomputed=installed.recomputed,
+        exact=report.exact and not snapshot.bound and not installed.recomputed,
+        report=report,
+        notes=tuple(notes),
+        identity_s=identified - started,
+        install_s=finished - identified,
+    )
+
+
+def warm_from_tokens(engine: Engine, tokens: Sequence[int], *, progress: Progress | None = None) -> Restored:
+    """Evaluate a token history again: the fallback where a cache cannot be used. Never exact.
+
+    Raise `InputError` for an empty history or ids outside the vocabulary, `ContextError` when it does not fit.
+    """
+    ids = tuple(int(t) for t in tokens)
+    started = time.perf_counter()
+    engine.warm(ids, progress)
+    note = "evaluated again from the token history; values can differ from the saved ones in the last bits"
+    return Restored(0, len(ids), False, None, (note,), 0.0, time.perf_counter() - started)
+
+
+def generate(
+    engine: Engine,
+    prompt: str | Sequence[int] = "",
+    *,
+    max_tokens: int,
+    sampler: Sampler | None = None,
+    stop_at_end: bool = True,
+) -> Iterator[Token]:
+    """Evaluate `prompt` (text or ids; empty: go on from the state) and yield up to `max_tokens` tokens.
+
+    The prompt is evaluated before this returns, so that its errors are raised here. `sampler` replaces settings and
+    random state; None keeps those of the engine (a restored engine goes on with the saved ones). Leaving the iterator
+    at any token leaves the engine in a state that `capture` saves whole. Raise `InputError` (nothing to go on from, ids
+    outside the vocabulary, `max_tokens` below 1), `ContextError` with both numbers.
+    """
+    if max_tokens < 1:
+        raise InputError("max_tokens is too small", expected="1 or more", found=max_tokens)
+    ids: tuple[int, ...]
+    if isinstance(prompt, str):
+        ids = engine.tokenize(prompt, special=not engine.tokens) if prompt else ()
+    else:
+        ids = tuple(int(i) for i in prompt)
+    if not ids and not engine.tokens:
+        raise InputError("nothing to go on from: the prompt is empty and the engine holds no tokens")
+    settings = None if sampler is None else sampling.start(sampler)
+    if ids:
+        engine.prefill(ids)
+    if settings is not None:
+        engine.sampler = settings
+    return _tokens(engine, max_tokens, stop_at_end)
+
+
+def _tokens(engine: Engine, max_tokens: int, stop_at_end: bool) -> Iterator[Token]:
+    for _ in range(max_tokens):
+        token = engine.step()
+        yield token
+        if token.end and stop_at_end:
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """One continuation of a sweep: the settings, its tokens, and the forward passes made for it."""
+
+    sampler: Sampler
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[float, ...]
+    forwards: int
+
+
+def sweep(
+    snapshot: Snapshot, engine: Engine, samplers: Sequence[Sampler], *, max_tokens: int = 64, accept: Sequence[str] = ()
+) -> tuple[Continuation, ...]:
+    """Continue one snapshot under each of the samplers, without evaluating it again.
+
+    Each starts from the saved state with the random numbers of its own seed, and gives what it would give alone.
+    Identity is checked once. Afterwards the engine holds the snapshot. Raise as `restore` and `generate` do.
+    """
+    if not samplers:
+        raise InputError("a sweep needs at least one sampler")
+    restore(snapshot, engine, accept=accept)
+    out = []
+    for place, settings in enumerate(samplers):
+        if place:
+            engine.install(snapshot, cast="dtype" in accept)
+        before = engine.forwards
+        tokens = tuple(generate(engine, max_tokens=max_tokens, sampler=settings))
+        out.append(
+            Continuation(
+                sampler=settings,
+                tokens=tuple(t.id for t in tokens),
+                text="".join(t.text for t in tokens),
+                logprobs=tuple(t.logprob for t in tokens),
+                forwards=engine.forwards - before,
+            )
+        )
+    engine.install(snapshot, cast="dtype" in accept)
+    return tuple(out)
