@@ -204,17 +204,17 @@ def _scale_at(scales: Array, index: Index, ndim: int) -> Any:
 def _peaks(groups: Array) -> npt.NDArray[np.float32]:
     """Return max|x| of each group; NaN where there is one (a maximum keeps NaN, so one pass finds NaN and infinity)."""
     peaks = np.zeros(groups.shape[0], dtype=np.float32)
-    work = np.empty(min(groups.size, _TILE), dtype=np.float32)
+    single = groups.dtype == np.float32
+    work = np.empty(0 if single else min(groups.size, _TILE), dtype=np.float32)
     for index in _tiles(groups.shape):
         tile = groups[index]
-        part: Array = work[: tile.size].reshape(tile.shape)
-        if tile.dtype == np.float32:
-            np.abs(tile, out=part)
-        else:
-            np.copyto(part, tile)
-            np.abs(part, out=part)
-        whole = isinstance(index[0], slice)
-        found = part.reshape(part.shape[0], -1).max(axis=1) if whole else part.max()
+        if not single:
+            wide = work[: tile.size].reshape(tile.shape)
+            np.copyto(wide, tile)
+            tile = wide
+        # Two reductions read faster than one that first writes |x|.
+        over = tuple(range(1 if isinstance(index[0], slice) else 0, tile.ndim))
+        found = np.maximum(tile.max(axis=over), -tile.min(axis=over))
         peaks[index[0]] = np.maximum(peaks[index[0]], found)
     return peaks
 
