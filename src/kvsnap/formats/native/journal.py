@@ -1,0 +1,122 @@
+"""The write side of a session file: who may write, where it ends, and how a commit is published. Spec section 13."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from kvsnap.errors import ConflictError, InputError, StorageError
+from kvsnap.files import Appender
+from kvsnap.formats.native import schema
+from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.tables import Commit, Entry, Operation, pack_index
+from kvsnap.formats.native.write import MemorySink, RecordWriter, new_header
+from kvsnap.identity import Identity
+from kvsnap.records import FOOTER_SIZE, HEADER_SIZE, SESSION, Footer, Kind, read_record_header
+
+__all__ = ["Journal", "Published", "empty_file"]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What is known of the file at its published end. Replaced as a whole by each commit."""
+
+    commit: Commit
+    footer: Footer
+    entries: tuple[Entry, ...]
+    geometry: schema.Geometry
+    identity: Identity
+
+
+class _Sized:
+    """An appender as a `ReadAt` of known length."""
+
+    def __init__(self, appender: Appender, size: int) -> None:
+        self.path: str | None = appender.path
+        self.size = size
+        self.read_at = appender.read_at
+
+
+class Journal:
+    """A session file open for writing, or for reading only when `appender` is None."""
+
+    def __init__(self, path: str, appender: Appender | None, file: NativeFile) -> None:
+        self.path = path
+        self.appender = appender
+        self.header = file.header
+        self.now = Published(file.commit, file.end.footer, file.entries, file.geometry, file.identity)
+        self.dropped = file.end.dropped
+
+    def _writable(self) -> Appender:
+        if self.appender is None:
+            raise InputError("the session was opened for reading only", path=self.path)
+        return self.appender
+
+    @contextmanager
+    def writing(self) -> Iterator[RecordWriter]:
+        """Yield a writer at the published end. When there is no room, the file is cut back to that end.
+
+        Raise `ConflictError` when the file is not the one that was opened any more.
+        """
+        appender = self._writable()
+        writer = self._writer(appender)
+        try:
+            yield writer
+        except StorageError:
+            if not appender.poisoned:
+                appender.truncate(self.now.footer.file_length)
+            raise
+
+    def _writer(self, appender: Appender) -> RecordWriter:
+        now, size, end = self.now, appender.size(), self.now.footer.file_length
+        place = end - FOOTER_SIZE
+        intact = size >= end and appender.read_at(place, FOOTER_SIZE) == now.footer.pack(self.header.salt, place)
+        if not intact or size != end + self.dropped or not appender.is_named:
+            raise ConflictError(
+                "the file changed since it was opened", path=self.path, expected=f"{end} bytes", found=f"{size} bytes"
+            )
+        if self.dropped:
+            appender.truncate(end)
+            self.dropped = 0
+        last = read_record_header(_Sized(appender, end), self.header, now.footer.commit_offset, kind=Kind.COMMIT)
+        return RecordWriter(appender, self.header, offset=end, sequence=last.sequence + 1, commit=now.commit.number + 1)
+
+    def publish(self, writer: RecordWriter, commit: Commit, entries: tuple[Entry, ...], *, kept: int) -> int:
+        """Sync what was written, then write and sync the commit; return all bytes written since the last one.
+
+        The first `kept` entries are those of the last commit. Offsets of what did not change come with `commit`.
+        """
+        now = self.now
+        index, index_kept = now.commit.index, min(kept, now.commit.index_kept)
+        if len(entries) - index_kept > max(32, math.isqrt(2 * len(entries))):
+            index, index_kept = writer.plain(Kind.INDEX, pack_index(entries)), len(entries)
+        elif not index_kept:
+            index = 0
+        commit = replace(
+            commit, number=writer.number, previous=now.footer.commit_offset, previous_digest=now.footer.digest,
+            index=index, index_kept=index_kept, time_ns=time.time_ns(), tail=entries[index_kept:],
+            digest=entries[-1].digest if entries else bytes(16),
+        )  # fmt: skip
+        appender = self._writable()
+        appender.sync()
+        footer = writer.commit(commit)
+        appender.sync()
+        self.now = replace(now, commit=commit, footer=footer, entries=entries)
+        return footer.file_length - now.footer.file_length
+
+    def close(self) -> None:
+        """Close the file and give up the lock."""
+        if self.appender is not None:
+            self.appender.close()
+
+
+def empty_file() -> bytes:
+    """Return the bytes of a session without a history: a header and one commit."""
+    sink, header = MemorySink(), new_header(SESSION)
+    sink.write_at([header.pack()], 0)
+    writer = RecordWriter(sink, header, offset=HEADER_SIZE, sequence=0, commit=1)
+    writer.commit(Commit(number=1, operation=Operation.RESET, time_ns=time.time_ns()))
+    return bytes(sink.data)

@@ -1,0 +1,131 @@
+"""What one turn adds to a session, and whether a snapshot continues it. Spec sections 7, 10 and 11."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from kvsnap.errors import CompatibilityError, DamagedError, FormatError, InputError
+from kvsnap.files import Reader
+from kvsnap.formats.native import schema
+from kvsnap.formats.native.journal import Published
+from kvsnap.formats.native.tables import (
+    Commit,
+    Entry,
+    Operation,
+    Part,
+    Table,
+    canonical_json,
+    history_digest,
+    parse_commit,
+)
+from kvsnap.formats.native.write import RecordWriter, span_table, state_tensors
+from kvsnap.identity import compare
+from kvsnap.layout import Snapshot
+from kvsnap.protocols import Progress
+from kvsnap.records import RECORD_SIZE, FileHeader, Kind, commit_digest, read_record
+
+__all__ = ["check_continues", "merged_geometry", "walk", "write_turn"]
+
+
+def write_turn(
+    now: Published,
+    writer: RecordWriter,
+    snapshot: Snapshot,
+    text: str | None,
+    geometry: schema.Geometry,
+    codec: str,
+    progress: Progress | None,
+) -> tuple[Commit, Entry, list[Part]]:
+    """Write the records of one turn; return its commit, its entry in the live list, and its parts."""
+    start, tokens = now.commit.n_rows, now.commit.n_tokens
+    identity, layout, note = now.commit.identity, now.commit.layout, now.commit.note
+    if not identity or snapshot.identity != now.identity:
+        identity = writer.plain(Kind.IDENTITY, canonical_json(snapshot.identity.to_dict()))
+    if not layout or geometry != now.geometry:
+        layout = writer.plain(Kind.LAYOUT, schema.pack_layout(geometry))
+    table = span_table(snapshot, row_start=start, token_start=tokens, text=text)
+    rows = [
+        t.rows(max(t.start, start // t.spec.tokens_per_row), t.start + t.n_rows)
+        for t in snapshot.tensors()
+        if t.spec.grows
+    ]
+    if not now.entries:
+        rows += [t for t in snapshot.tensors() if t.spec.growth == "static"]
+    span, check, parts = writer.parts(Kind.SPAN, table, rows, codec, progress)
+    state_table = Table(row_start=snapshot.n_rows, meta=schema.pack_sampler(snapshot.sampler))
+    state, _, state_parts = writer.parts(Kind.STATE, state_table, state_tensors(snapshot), "exact")
+    if snapshot.metadata:
+        note = writer.plain(Kind.NOTE, schema.pack_note(snapshot.metadata))
+    previous = now.entries[-1].digest if now.entries else bytes(16)
+    digest = history_digest(previous, table.tokens, table.n_rows)
+    entry = Entry(span, len(table.tokens), start, table.n_rows, state, check, digest)
+    commit = Commit(
+        number=writer.number, operation=Operation.APPEND, n_tokens=len(snapshot.tokens), n_rows=snapshot.n_rows,
+        n_pending=snapshot.n_pending, token_offset=snapshot.token_offset, identity=identity, layout=layout,
+        state=state, note=note,
+    )  # fmt: skip
+    return commit, entry, [*parts, *state_parts]
+
+
+def check_continues(now: Published, snapshot: Snapshot, tokens: Callable[[], tuple[int, ...]], path: str) -> None:
+    """Refuse a snapshot that does not go on from the published history. `tokens` reads the saved ids."""
+    commit = now.commit
+    if snapshot.row_start > commit.n_rows:
+        raise InputError(
+            "rows are missing between the session and the capture", path=path,
+            expected=f"rows from {commit.n_rows} or before", found=snapshot.row_start,
+        )  # fmt: skip
+    if len(snapshot.tokens) < commit.n_tokens or snapshot.n_rows < commit.n_rows:
+        raise InputError(
+            "the snapshot is behind the session: truncate the session first", path=path,
+            expected=f"{commit.n_tokens} tokens, {commit.n_rows} rows, or more",
+            found=f"{len(snapshot.tokens)} tokens, {snapshot.n_rows} rows",
+        )  # fmt: skip
+    if commit.n_tokens and snapshot.tokens[: commit.n_tokens] != tokens():
+        pairs = zip(tokens(), snapshot.tokens, strict=False)
+        first = next(i for i, (a, b) in enumerate(pairs) if a != b)
+        raise InputError(
+            f"the snapshot does not continue the session: token {first} differs", path=path,
+            expected=tokens()[first], found=snapshot.tokens[first],
+        )  # fmt: skip
+    if commit.identity:
+        report = compare(now.identity, snapshot.identity)
+        differing = [f for f in report.fields if f.verdict == "differ" and f.level == "fatal"]
+        if differing:
+            text = "; ".join(str(f) for f in differing[:4])
+            raise CompatibilityError(f"the snapshot is of another model: {text}", path=path, report=report)
+
+
+def merged_geometry(now: Published, snapshot: Snapshot, path: str) -> schema.Geometry:
+    """Return the geometry of the session with this snapshot; refuse one that is shaped otherwise."""
+    new, old = schema.geometry_of(snapshot), now.geometry
+    if not now.commit.layout:
+        return new
+    known = {spec.id: spec for spec in old.tensors}
+    difference = schema.same_tensors(
+        [s for s in old.tensors if s.role != "logits"], [s for s in new.tensors if s.role != "logits"]
+    )
+    if now.entries and (difference or old.layers != new.layers):
+        raise CompatibilityError(
+            f"the cache of the snapshot is shaped otherwise: {difference or 'other layers'}", path=path
+        )
+    if not now.entries:
+        return new
+    return replace(old, tensors=tuple({**known, **{s.id: s for s in new.tensors}}.values()))
+
+
+def walk(now: Published, header: FileHeader, reader: Reader) -> Iterator[tuple[Commit, int]]:
+    """Yield every commit with its offset, newest first, following and checking the chain."""
+    commit, offset = now.commit, now.footer.commit_offset
+    while True:
+        yield commit, offset
+        if not commit.previous:
+            return
+        if commit.previous >= offset:
+            raise FormatError("a COMMIT points forward", path=reader.path, offset=offset, found=commit.previous)
+        offset = commit.previous
+        record, payload = read_record(reader, header, offset, kind=Kind.COMMIT)
+        if commit_digest(record.pack(header.salt, offset), payload) != commit.previous_digest:
+            raise DamagedError("broken history: this COMMIT is not the one meant", path=reader.path, offset=offset)
+        commit = parse_commit(payload, reader.path, offset + RECORD_SIZE)
