@@ -92,10 +92,23 @@ class Model:
 
     def _check_rows(self, cache: Any, before: Sequence[int], count: int) -> None:
         for index, rows in enumerate(rows_of(cache)):
-            expected = (before[index] if index < len(before) else 0) + count
+            first = index >= len(before) or before[index] == 0
+            expected = count if first else before[index] + count
             if rows != expected:
                 raise UnsupportedError(
                     f"layer {index} does not keep a row for each token", expected=f"{expected} rows", found=rows
+                )
+            if first:
+                self._check_shapes(cache.layers[index], index, rows)
+
+    def _check_shapes(self, layer: Any, index: int, rows: int) -> None:
+        kind = kind_of(layer, index)
+        specs = kind.specs(index, 0, self.geometry[index], "float32")
+        for spec, tensor in zip(specs, kind.read(layer), strict=True):
+            expected, found = list(spec.shape_with(rows)), list(tensor.shape[1:])
+            if expected != found:
+                raise UnsupportedError(
+                    f"layer {index} does not keep {spec.role} as its settings say", expected=expected, found=found
                 )
 
 
@@ -122,9 +135,6 @@ def _refuse_unsupported(module: Any, config: Any) -> None:
         raise UnsupportedError(
             f"{config.model_type} has latent attention (kv_lora_rank {config.kv_lora_rank}), which is not supported yet"
         )
-    supports = getattr(module, "_supports_default_dynamic_cache", None)
-    if getattr(module, "_is_stateful", False) or (supports is not None and not supports()):
-        raise UnsupportedError(f"{config.model_type} keeps a state of its own beside the cache, which is not supported")
     layers = _fresh_cache(module).layers
     for index, layer in enumerate(layers):
         kind_of(layer, index)
@@ -136,6 +146,9 @@ def _refuse_unsupported(module: Any, config: Any) -> None:
             f"{config.model_type} does not keep one cache layer for each layer",
             expected=config.num_hidden_layers, found=len(layers),
         )  # fmt: skip
+    supports = getattr(module, "_supports_default_dynamic_cache", None)
+    if getattr(module, "_is_stateful", False) or (supports is not None and not supports()):
+        raise UnsupportedError(f"{config.model_type} keeps a state of its own beside the cache, which is not supported")
     if any(hasattr(part, "rope_deltas") for part in module.modules()):
         raise UnsupportedError(f"{config.model_type} counts positions in several dimensions: not supported yet")
 

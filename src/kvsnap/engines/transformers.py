@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from kvsnap.engines import _tf_text
 from kvsnap.engines._tf_adopt import lines_in, only_rows
+from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
 from kvsnap.engines._tf_identity import identity_of
 from kvsnap.engines._tf_install import build_cache, check_snapshot, line_of
-from kvsnap.engines._tf_layers import copy_rows, cut, dtype_of, kind_of, layer_at, rows_of
+from kvsnap.engines._tf_layers import cut, dtype_of, rows_of
 from kvsnap.engines._tf_model import Model, recognises
 from kvsnap.engines._tf_state import Line, Live, check_ids, check_room
 from kvsnap.errors import InputError, UnsupportedError
@@ -24,7 +23,6 @@ from kvsnap.identity import Identity
 from kvsnap.layout import PositionRun, SamplerState, Snapshot
 from kvsnap.protocols import Installed, Progress, Token
 from kvsnap.sampling import choose, start
-from kvsnap.tensors import Layer, Tensor, TensorSpec, dtype_name, numpy_dtype
 
 __all__ = ["TransformersEngine", "recognises"]
 
@@ -188,18 +186,10 @@ class TransformersEngine:
         line = live.lines[row]
         if not 0 <= start <= line.n_rows:
             raise InputError("no such row to start from", expected=f"0 to {line.n_rows}", found=start)
-        rows = slice(start, line.n_rows) if line.select is None else line.select[start:]
-        dtype = self._cache_dtype()
-        layers: list[Layer] = []
-        for index, geometry in enumerate(self._model.geometry):
-            kind, found = self._read(live.cache, index)
-            specs = kind.specs(index, sum(len(made.tensors) for made in layers), geometry, dtype)
-            arrays = [copy_rows(t, row, rows) for t in found] or [_no_rows(spec) for spec in specs]
-            tensors = tuple(Tensor(spec, array, start=start) for spec, array in zip(specs, arrays, strict=True))
-            layers.append(Layer(index=index, kind=kind.kind, tensors=tensors, num_query_heads=geometry.query_heads))
+        layers = read_layers(self._model, live.cache, line, row, start, self._cache_dtype())
         return Snapshot(
             architecture=str(self._model.config.model_type),
-            layers=tuple(layers),
+            layers=layers,
             tokens=line.tokens,
             runs=line.runs,
             n_rows=line.n_rows,
@@ -207,21 +197,15 @@ class TransformersEngine:
             n_pending=line.n_pending,
             token_offset=line.n_rows,
             positions=(PositionRun(0, line.n_rows),) if line.n_rows else (),
-            logits=None if line.logits is None else _logits_tensor(line.logits, sum(len(m.tensors) for m in layers)),
+            logits=None if line.logits is None else logits_tensor(line.logits, layers),
             sampler=live.sampler,
             identity=self.identity(),
             text=None if self.tokenizer is None else self.detokenize(line.tokens),
         )
 
-    def _read(self, cache: Any, index: int) -> tuple[Any, tuple[Any, ...]]:
-        layer = layer_at(cache, index)
-        kind = kind_of(layer, index)
-        return kind, kind.read(layer)
-
     def _cache_dtype(self) -> str:
         """Name of the dtype of the live rows, or of those to come."""
-        found = self._read(self._live.cache, 0)[1]
-        return dtype_of(found[0].dtype if found else self._model.dtype(), "the cache")
+        return live_dtype(self._live.cache) or dtype_of(self._model.dtype(), "the cache")
 
     def install(
         self, snapshot: Snapshot, progress: Progress | None = None, *, cast: bool = False, workers: int | None = None
@@ -281,15 +265,3 @@ class TransformersEngine:
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         return _tf_text.render(self.tokenizer, messages)
-
-
-def _no_rows(spec: TensorSpec) -> np.ndarray[Any, Any]:
-    return np.empty(spec.shape_with(0), dtype=numpy_dtype(spec.dtype))
-
-
-def _logits_tensor(logits: np.ndarray[Any, Any], number: int) -> Tensor:
-    spec = TensorSpec(
-        id=number, name="logits", layer=-1, role="logits", dtype=dtype_name(logits.dtype), axes=("vocab",),
-        shape=logits.shape, growth="replaced", rope="none",
-    )  # fmt: skip
-    return Tensor(spec, logits.copy())
