@@ -165,6 +165,11 @@ class Codec(Protocol):
     """Number on disk: append-only, listed in docs/spec/file.md section 7."""
     name: str
     """Name for people and options: `exact`, `q8`."""
+    expansion: int
+    """Decoded bytes are at most this many times the stored ones: the bound on what a hostile file makes us allocate."""
+
+    def applies(self, spec: TensorSpec) -> bool:
+        """Tell whether this codec is meant for such a tensor; others are stored exactly."""
 
     def encode(self, spec: TensorSpec, values: npt.NDArray[Any]) -> Encoded:
         """Encode `values` (any strides, dtype of the spec).

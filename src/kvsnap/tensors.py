@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Literal, Protocol
 
 import ml_dtypes
@@ -175,6 +177,16 @@ class Tensor:
             self._array = self._values.array()
         return self._array
 
+    @property
+    def source(self) -> Source:
+        """Where the bytes come from. Only a tensor that was made from a source has one."""
+        return self._values
+
+    @property
+    def batch(self) -> Batch | None:
+        """What reads this tensor together with others, when it is not in memory yet."""
+        return None if self._array is not None else getattr(self._values, "batch", None)
+
     def read_into(self, out: Array) -> None:
         """Copy the values into `out` (same shape and dtype), checked on the way without an intermediate copy."""
         if out.shape != self.shape or out.dtype != numpy_dtype(self.spec.dtype):
@@ -204,6 +216,56 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"Tensor({self.name}, {self.spec.dtype}{list(self.shape)}, start={self.start})"
+
+
+class Batch(Protocol):
+    """Sources that are read better together than one by one."""
+
+    def read_many(self, pairs: Sequence[tuple[Source, Array]], progress: Callable[[int], None] | None = None) -> None:
+        """Fill each array from its source, checked; `progress` is told the bytes as they are done."""
+
+
+def read_all(
+    pairs: Sequence[tuple[Tensor, Array]], *, workers: int = 2, progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Fill each array from its tensor (same shape and dtype), with `workers` threads; every byte is checked.
+
+    Raise `DamagedError`; the arrays are then undefined, and the caller drops them. `progress` is called with
+    (done, total) bytes.
+    """
+    total, done, lock = sum(tensor.nbytes for tensor, _ in pairs), [0], Lock()
+
+    def advance(count: int) -> None:
+        if progress is not None:
+            with lock:
+                done[0] += count
+                progress(done[0], total)
+
+    def read(group: Sequence[tuple[Tensor, Array]]) -> None:
+        batch = group[0][0].batch
+        if batch is not None:
+            batch.read_many([(tensor.source, out) for tensor, out in group], advance)
+            return
+        for tensor, out in group:
+            tensor.read_into(out)
+            advance(tensor.nbytes)
+
+    jobs: list[list[tuple[Tensor, Array]]] = [[pair] for pair in pairs if pair[0].batch is None]
+    together = [pair for pair in pairs if pair[0].batch is not None]
+    share = -(-len(together) // max(1, workers))
+    jobs += [together[at : at + share] for at in range(0, len(together), max(1, share))]
+    if workers < 2 or len(jobs) < 2:
+        for group in jobs:
+            read(group)
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="kvsnap-read") as pool:
+        futures = [pool.submit(read, group) for group in jobs]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:  # after the first failure the rest need not be read
+                future.cancel()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ class Exact:
     __slots__ = ()
     id = 1
     name = "exact"
+    expansion = 1
 
     def applies(self, spec: TensorSpec) -> bool:  # noqa: ARG002 - the same question is put to every codec
         """Return True: any tensor can be stored exactly."""

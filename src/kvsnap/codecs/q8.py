@@ -94,6 +94,7 @@ class Q8:
     __slots__ = ()
     id = 3
     name = "q8"
+    expansion = 4
 
     def applies(self, spec: TensorSpec) -> bool:
         """Return whether this tensor may be stored with q8; the caller stores the others exactly."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvsnap.errors import DamagedError, FormatError
 from kvsnap.files import Reader
 from kvsnap.formats.native import schema
-from kvsnap.formats.native.sources import JoinedSource, PartSource, Slice
+from kvsnap.formats.native.sources import JoinedSource, PartSource, Sizes, Slice, SpanBatch
 from kvsnap.formats.native.tables import (
     Commit,
     Entry,
@@ -205,26 +205,19 @@ class NativeFile:
         if not self.commit.state:
             return {}, None
         table, payload, _ = self.table_at(self.commit.state, Kind.STATE)
-        specs = {spec.id: spec for spec in self.geometry.tensors}
-        tensors = {}
+        sizes, tensors = Sizes(self.geometry.tensors), {}
         for part in table.parts:
-            source = PartSource(self.reader, self._spec(specs, part.tensor, payload), part, payload, mapped=self.mapped)
+            source = PartSource(self.reader, sizes, part, payload, mapped=self.mapped)
             tensors[part.tensor] = Tensor(source.spec, source, n_rows=part.n_rows, bound=part.bound)
         return tensors, schema.parse_sampler(table.meta, self.path, payload)
 
-    def _spec(self, specs: dict[int, TensorSpec], number: int, offset: int) -> TensorSpec:
-        if number not in specs:
-            raise FormatError(
-                "a part names a tensor that LAYOUT does not have", path=self.path, offset=offset, found=number
-            )
-        return specs[number]
-
     def snapshot(self) -> Snapshot:
         """Return everything as a snapshot. Tensor bytes are read, and checked, when they are first used."""
-        specs = {spec.id: spec for spec in self.geometry.tensors}
+        specs, sizes = {spec.id: spec for spec in self.geometry.tensors}, Sizes(self.geometry.tensors)
         slices: dict[int, list[Slice]] = {}
         ids: list[npt.NDArray[np.int32]] = []
         texts: list[str | None] = []
+        signatures: list[bytes] = []
         runs: tuple[Run, ...] = ()
         positions: tuple[PositionRun, ...] = ()
         for span in self.spans():
@@ -234,15 +227,15 @@ class NativeFile:
             texts.append(schema.parse_text(table.meta, self.path, span.payload) if whole else None)
             runs = join_runs(runs, cut_runs(table.runs, entry.n_tokens))
             positions = join_positions(positions, cut_positions(table.positions, entry.n_rows))
+            signatures.append(table.signature if entry.n_rows == table.n_rows else b"")
             for part in table.parts:
-                source = PartSource(
-                    self.reader, self._spec(specs, part.tensor, span.payload), part, span.payload, mapped=self.mapped
-                )
+                source = PartSource(self.reader, sizes, part, span.payload, mapped=self.mapped)
                 kept = min(
                     part.n_rows, max(0, (entry.row_start + entry.n_rows) // source.spec.tokens_per_row - part.row_start)
                 )
                 slices.setdefault(part.tensor, []).append(Slice(source, kept if source.spec.grows else part.n_rows))
-        tensors = {number: self._joined(specs[number], found) for number, found in slices.items()}
+        batch = SpanBatch(self.reader, signatures)
+        tensors = {number: self._joined(specs[number], found, batch) for number, found in slices.items()}
         replaced, sampler = self.state()
         for spec in self.geometry.tensors:
             if spec.grows and spec.id not in tensors:
@@ -271,7 +264,7 @@ class NativeFile:
             },
         )
 
-    def _joined(self, spec: TensorSpec, slices: Sequence[Slice]) -> Tensor:
+    def _joined(self, spec: TensorSpec, slices: Sequence[Slice], batch: SpanBatch) -> Tensor:
         if not spec.grows:
             last = slices[-1].source
             return Tensor(spec, last, n_rows=last.part.n_rows, bound=last.part.bound)
@@ -291,4 +284,4 @@ class NativeFile:
         bound = max(piece.source.part.bound for piece in slices)
         if len(slices) == 1 and slices[0].is_whole:
             return Tensor(spec, slices[0].source, start=start, n_rows=at - start, bound=bound)
-        return Tensor(spec, JoinedSource(spec, tuple(slices)), start=start, n_rows=at - start, bound=bound)
+        return Tensor(spec, JoinedSource(spec, tuple(slices), batch), start=start, n_rows=at - start, bound=bound)

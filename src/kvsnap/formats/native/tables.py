@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvsnap.errors import FormatError
+from kvsnap.errors import FormatError, InputError
 from kvsnap.layout import PositionRun, Run
 from kvsnap.records import align64
 
@@ -36,6 +36,7 @@ _ENTRY = struct.Struct("<QQQQQQ16s")
 ENTRY_SIZE = 64
 RUN_KINDS = ("prompt", "generated")
 MAX_COUNT = 2**31 - 1
+MAX_POSITION = 2**62
 
 
 class Operation:
@@ -75,6 +76,8 @@ class Table:
     positions: tuple[PositionRun, ...] = ()
     meta: bytes = b""
     parts: tuple[Part, ...] = ()
+    signature: bytes = b""
+    """The parts as they were read, without row numbers and checksums: equal for spans that are laid out alike."""
 
     @staticmethod
     def length(n_tokens: int, n_runs: int, n_positions: int, meta: int, n_parts: int) -> int:
@@ -134,6 +137,8 @@ def parse_table(raw: bytes, payload_length: int, path: str | None, offset: int) 
     at += 16 * n_positions
     if any(kind >= len(RUN_KINDS) or count < 1 for kind, count in run_rows) or sum(c for _, c in run_rows) != n_tokens:
         raise _refuse("token runs do not sum up to the tokens", path, offset, expected=n_tokens)
+    if any(not -MAX_POSITION <= start <= MAX_POSITION for start, _ in position_rows):
+        raise _refuse("a position is out of range", path, offset, expected="-2^62 to 2^62")
     if any(count < 1 for _, count in position_rows) or sum(c for _, c in position_rows) != n_rows:
         raise _refuse("position runs do not sum up to the rows", path, offset, expected=n_rows)
     parts_at = align64(at + meta)
@@ -149,7 +154,15 @@ def parse_table(raw: bytes, payload_length: int, path: str | None, offset: int) 
         positions=tuple(PositionRun(start, count) for start, count in position_rows),
         meta=raw[at : at + meta],
         parts=_parse_parts(raw, parts_at, n_parts, payload_length, path, offset),
+        signature=_signature(raw, parts_at, n_parts),
     )
+
+
+def _signature(raw: bytes, at: int, n_parts: int) -> bytes:
+    words = np.frombuffer(raw, "<u8", 8 * n_parts, at).reshape(n_parts, 8).copy()
+    words[:, 1] = 0
+    words[:, 5] = 0
+    return bytes(words.tobytes())
 
 
 def _parse_parts(raw: bytes, at: int, n_parts: int, payload: int, path: str | None, offset: int) -> tuple[Part, ...]:
@@ -271,6 +284,7 @@ def parse_commit(raw: bytes, path: str | None, offset: int) -> Commit:
         or n_pending > n_tokens
         or n_rows + n_pending < n_tokens
         or (index_kept and not index)
+        or not -MAX_POSITION <= token_offset <= MAX_POSITION
     ):
         raise _refuse(
             "the counts of COMMIT contradict each other",
@@ -288,8 +302,14 @@ def parse_commit(raw: bytes, path: str | None, offset: int) -> Commit:
 
 
 def canonical_json(data: Any) -> bytes:
-    """Return compact UTF-8 JSON with sorted members."""
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    """Return compact UTF-8 JSON with sorted members.
+
+    Raise `InputError` for what is not JSON: text with half of a surrogate pair, NaN, objects of other types.
+    """
+    try:
+        return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise InputError("this cannot be written as JSON", found=str(error)) from error
 
 
 def parse_json(raw: bytes, path: str | None, offset: int) -> dict[str, Any]:
@@ -300,6 +320,8 @@ def parse_json(raw: bytes, path: str | None, offset: int) -> dict[str, Any]:
 
     try:
         data = json.loads(raw.decode(), parse_constant=constant)
+        if b"\\ud" in raw or b"\\uD" in raw:
+            json.dumps(data, ensure_ascii=False).encode()  # half of a surrogate pair is not text: it cannot be encoded
     except (ValueError, RecursionError) as error:
         raise _refuse(
             "a JSON payload cannot be parsed", path, offset, found=str(error) or type(error).__name__

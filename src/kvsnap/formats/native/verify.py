@@ -12,7 +12,7 @@ import xxhash
 from kvsnap import codecs
 from kvsnap.errors import DamagedError, FormatError, KvsnapError, UnsupportedError
 from kvsnap.formats.native.read import NativeFile
-from kvsnap.formats.native.sources import PartSource
+from kvsnap.formats.native.sources import PartSource, Sizes
 from kvsnap.formats.native.tables import Table, parse_commit
 from kvsnap.protocols import Progress
 from kvsnap.records import (
@@ -141,7 +141,7 @@ def _check_parts(walk: _Walk, offset: int, record: RecordHeader, table: Table) -
         elif spec is None:
             walk.found(f"LAYOUT has no {name}", start, offset, tensor=name, tokens=tokens)
         elif part.codec != codecs.EXACT.id:
-            source = PartSource(file.reader, spec, part, offset + RECORD_SIZE, mapped=False)
+            source = PartSource(file.reader, Sizes(file.geometry.tensors), part, offset + RECORD_SIZE, mapped=False)
             source.read_into(np.empty(source.shape, dtype=numpy_dtype(spec.dtype)))
         walk.n_parts += 1
 
