@@ -28,6 +28,8 @@ Progress: TypeAlias = Callable[[int, int, str], None]
 
 _INSTALL = "pip install 'kvsnap[transformers]'"
 _MARKER = "kvsnap.json"
+# Byte-pair vocabularies that llama.cpp gives a start token where the file does not say.
+_STARTED = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
 _ABANDONED_SECONDS = 24 * 3600.0
 _SAMPLE = "Hello, world: 12345 = <|im_start|>user\n\n  naïve façade don't 漢字 🙂"
 
@@ -88,6 +90,9 @@ def _convert(gguf: Path, work: Path, report: Progress) -> None:
             tokenizer = _as_declared(AutoTokenizer.from_pretrained(str(gguf.parent), **where), gguf)
     except DamagedError:
         raise
+    except ImportError as error:
+        # Some releases try a slow tokenizer when the fast one fails, and then miss a package that would not help.
+        raise UnsupportedError("transformers cannot read its tokenizer", path=gguf) from error
     except NONSENSE as error:
         if "not supported" in str(error):
             raise UnsupportedError(f"transformers cannot convert it: {first_line(error)}", path=gguf) from error
@@ -113,10 +118,9 @@ def _convert(gguf: Path, work: Path, report: Progress) -> None:
 def _as_declared(tokenizer: Any, gguf: Path) -> Any:
     """Give the tokenizer the special tokens that the file declares.
 
-    transformers 4 puts its own in their place, and a start token in front of every text.
+    Many releases of transformers (4.57, 5.0 and 5.12, not 5.24) put their own in their place, or a start token
+    in front of every text.
     """
-    if int(importlib.metadata.version("transformers").split(".")[0]) > 4:
-        return tokenizer
     from gguf import GGUFReader
     from transformers import PreTrainedTokenizerFast
 
@@ -127,7 +131,10 @@ def _as_declared(tokenizer: Any, gguf: Path) -> Any:
         return None if field is None else field.contents()
 
     core = tokenizer.backend_tokenizer
-    if declared("model") == "gpt2" and not declared("add_bos_token") and not declared("add_eos_token"):
+    starts = declared("add_bos_token")
+    if starts is None:
+        starts = declared("pre") in _STARTED
+    if declared("model") == "gpt2" and not starts and not declared("add_eos_token"):
         from tokenizers.processors import ByteLevel
 
         core.post_processor = ByteLevel(trim_offsets=False)
