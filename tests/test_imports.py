@@ -40,7 +40,7 @@ TABLE: dict[str, str] = {
     "server": f"errors {MODEL} session library conversation",
 }
 TOP = {"api", "__init__"}  # may import all but the command line
-RIM = {"cli"}  # may import all, and is the one place for a broad except
+RIM = {"cli", "__main__"}  # may import all, and is the one place for a broad except
 FOR_ALL = {"protocols"}
 
 # The extras of pyproject.toml, and what comes with them.

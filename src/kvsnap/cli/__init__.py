@@ -1,0 +1,117 @@
+"""The command line: parses, calls the public functions, prints text or JSON.
+
+This module is the rim: every error becomes one line on stderr (with `--json` an object on stdout) and an exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+import kvsnap
+from kvsnap.cli import _files, _run
+from kvsnap.cli._output import CheckFailed, examples
+from kvsnap.errors import CompatibilityError, KvsnapError
+
+__all__ = ["main", "root", "run"]
+
+_INTERRUPTED, _BROKEN_PIPE, _USAGE = 130, 141, 2
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(kvsnap.__version__, prog_name="kvsnap")
+@examples(
+    'kvsnap generate "Once upon a time" --save story.kvsnap',
+    "kvsnap resume story.kvsnap          # goes on at the last token, nothing is evaluated again",
+    "kvsnap info story.kvsnap            # what is in it, without loading a model",
+    "kvsnap verify story.kvsnap          # every byte is checked",
+)
+def root() -> None:
+    """Save, resume, rewind and inspect the live state (KV cache) of a language model.
+
+    Exit codes: 0 done, 1 a check failed or a bug, 2 wrong usage, 3 missing, 4 not our format, 5 newer version,
+    6 damaged, 7 wrong model, 8 context too small, 9 busy, 10 changed meanwhile, 11 extra not installed,
+    12 unsupported, 13 would lose something, 14 storage, 15 reopen first, 130 interrupted.
+    """
+
+
+for _command in (*_run.COMMANDS, *_files.COMMANDS):
+    root.add_command(_command)
+
+
+def _error_data(error: KvsnapError) -> dict[str, Any]:
+    data = error.to_dict()
+    data["exit_code"] = error.exit_code
+    report = getattr(error, "report", None)
+    if report is not None:
+        data["report"] = report.to_dict()
+    return data
+
+
+def _error_text(error: KvsnapError) -> str:
+    report = error.report if isinstance(error, CompatibilityError) else None
+    if report is None or not report.refusals:
+        return str(error)
+    bad = report.refusals
+    where = "" if error.path is None else f"{error.path}: "
+    more = f"; and {len(bad) - 2} more" if len(bad) > 2 else ""
+    first = bad[0].name.split(":", 1)[0]
+    text = "; ".join(str(f) for f in bad[:2])
+    return f"{where}the snapshot is not for this model: {text}{more}. To take it on nevertheless: --accept {first}"
+
+
+def _fail(code: int, data: dict[str, Any], text: str, *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"error": data}))
+    else:
+        print(f"kvsnap: {' '.join(text.split())}", file=sys.stderr)
+    return code
+
+
+def _bug(error: BaseException, *, as_json: bool) -> int:
+    if os.environ.get("KVSNAP_DEBUG"):
+        traceback.print_exception(error)
+    what = f"{type(error).__name__}: {error}".strip()
+    text = f"a bug, please report it: {what} (set KVSNAP_DEBUG=1 for the traceback)"
+    return _fail(1, {"kind": "bug", "message": what, "exit_code": 1}, text, as_json=as_json)
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code. Prints; raises nothing."""
+    given = list(sys.argv[1:] if args is None else args)
+    as_json = "--json" in given[: given.index("--") if "--" in given else len(given)]
+    try:
+        code = root.main(args=given, prog_name="kvsnap", standalone_mode=False)
+        sys.stdout.flush()
+    except CheckFailed as failure:
+        return failure.exit_code
+    except KvsnapError as error:
+        return _fail(error.exit_code, _error_data(error), _error_text(error), as_json=as_json)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        return _USAGE
+    except click.ClickException as error:
+        command = getattr(getattr(error, "ctx", None), "command_path", "kvsnap")
+        message = error.format_message()
+        data = {"kind": "usage", "message": message, "exit_code": _USAGE}
+        return _fail(_USAGE, data, f"{message} (see {command} --help)", as_json=as_json)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail(_INTERRUPTED, {"kind": "interrupted", "message": "interrupted"}, "interrupted", as_json=as_json)
+    except BrokenPipeError:
+        # Whoever read has seen enough; the interpreter must not complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except Exception as error:  # noqa: BLE001 # the rim: whatever gets here is a bug, and the user sees one line
+        return _bug(error, as_json=as_json)
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    sys.exit(run())

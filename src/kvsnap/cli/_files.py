@@ -1,0 +1,378 @@
+"""Commands on files, none of which needs a model: info, cat, head, log, verify, truncate, reset."""
+
+from __future__ import annotations
+
+import io
+import time
+from typing import Any
+
+import click
+import numpy as np
+
+import kvsnap
+from kvsnap.cli._output import (
+    CheckFailed,
+    count,
+    emit,
+    examples,
+    json_option,
+    progress,
+    remark,
+    show_table,
+    size,
+    table,
+)
+from kvsnap.cli._paths import check_target
+from kvsnap.errors import DamagedError, InputError, KvsnapError
+from kvsnap.files import write_whole
+from kvsnap.inspection import Summary
+from kvsnap.layout import Head, Snapshot
+from kvsnap.session import Session
+
+__all__ = ["COMMANDS"]
+
+QUOTE = '"'
+
+
+# -- info ----------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("file")
+@json_option
+@examples(
+    "kvsnap info chat.kvsnap",
+    "kvsnap info chat.kvsnap --json | jq .n_tokens",
+)
+def info(file: str, as_json: bool) -> None:
+    """Tell what FILE holds: model, tokens, sizes, sampler, fidelity.
+
+    No tensor is read and no model is needed, so this is quick for any size.
+    """
+    summary = kvsnap.inspect(file)
+    if as_json:
+        emit(summary.to_dict())
+        return
+    made = table("", "")
+    made.show_header = False
+    for name, value in _rows(summary):
+        made.add_row(f"[bold]{name}[/bold]", value)
+    show_table(made)
+    for note in summary.notes:
+        remark(f"note: {note}")
+
+
+def _rows(s: Summary) -> list[tuple[str, str]]:
+    from rich.markup import escape
+
+    logits = "stored, so the next token needs no forward pass" if s.has_logits and not s.n_pending else "not stored"
+    if s.has_logits and s.n_pending:
+        logits = f"stored; {count(s.n_pending, 'token')} still to be evaluated"
+    whole = ["sealed" if s.sealed else "open", "complete" if s.complete else "last turn cut off"]
+    fidelity = "exact: every bit as the engine held it" if s.exact else f"not exact: values off by up to {s.bound:.3g}"
+    stored = ", ".join(
+        f"{name} {size(c.stored)}" + (f" (decoded {size(c.decoded)})" if c.stored != c.decoded else "")
+        for name, c in s.stored.items()
+    )
+    made = [
+        ("file", f"{escape(s.path or '')}"),
+        ("use", f"{s.use} ({', '.join(whole)}), {s.format} {s.version}, {count(s.commit, 'commit')}"),
+        ("created", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.created_ns / 1e9))),
+        ("model", escape(s.architecture) or "unknown"),
+        ("cache", f"{s.num_layers} layers, {s.dtype or 'no tensors'}"),
+        ("heads", f"{s.num_heads} for keys and values, {s.num_query_heads} for queries, {s.head_dim} wide"),
+        ("tokens", f"{s.n_tokens:,} ({s.n_prompt:,} prompt, {s.n_generated:,} generated)"),
+        ("evaluated", f"{s.n_rows:,} positions, next is {s.token_offset:,}"),
+        ("logits", logits),
+        ("text", "stored" if s.has_text else "not stored"),
+        ("size", f"{size(s.file_bytes)} in {count(s.n_spans, 'span')}; tensors {size(s.tensor_bytes)}"),
+        ("stored as", stored or "nothing"),
+        ("fidelity", fidelity),
+        ("sampler", _sampler_text(s)),
+        ("weights", f"{len(s.identity.weights)} digests" if s.identity.weights else "unknown"),
+        ("made with", ", ".join([s.identity.engine or "unknown", *_runtime(s)])),
+    ]  # fmt: skip
+    made += [(escape(k), escape(v)) for k, v in s.metadata.items()]
+    if s.dropped:
+        made.append(("dropped", f"{size(s.dropped)} behind the last published turn are not part of the history"))
+    return made
+
+
+def _runtime(s: Summary) -> list[str]:
+    return [f"{name} {value.strip(QUOTE)}" for name, value in s.identity.runtime]
+
+
+def _sampler_text(s: Summary) -> str:
+    if s.sampler is None:
+        return "not stored"
+    settings = s.sampler.settings
+    if settings.greedy:
+        return "greedy"
+    parts = [f"temperature {settings.temperature:g}"]
+    parts += [f"top-k {settings.top_k}"] if settings.top_k else []
+    parts += [f"top-p {settings.top_p:g}"] if settings.top_p < 1 else []
+    parts += [f"min-p {settings.min_p:g}"] if settings.min_p else []
+    parts += [f"repetition penalty {settings.repetition_penalty:g}"] if settings.repetition_penalty != 1 else []
+    return f"{', '.join(parts)}; seed {s.sampler.random.seed}, {count(s.sampler.random.draws, 'number')} drawn"
+
+
+# -- cat -----------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("file")
+@click.option("--tokens", "as_tokens", is_flag=True, help="Print token ids, one line for each run.")
+@click.option("--prompt-only", is_flag=True, help="Only what was given.")
+@click.option("--generated-only", is_flag=True, help="Only what the model said.")
+@click.option("--model", metavar="NAME", help="Model whose tokenizer makes text of the ids.")
+@json_option
+@examples(
+    "kvsnap cat chat.kvsnap",
+    "kvsnap cat chat.kvsnap --tokens",
+    "kvsnap cat chat.kvsnap --generated-only --model smollm2",
+)
+def cat(file: str, as_tokens: bool, prompt_only: bool, generated_only: bool, model: str | None, as_json: bool) -> None:
+    """Print the text in FILE.
+
+    The whole text is stored beside the ids, so no model is needed. A part of it (--prompt-only, --generated-only) is
+    cut by tokens, for which the tokenizer is asked: name the model.
+    """
+    if prompt_only and generated_only:
+        raise click.UsageError("--prompt-only and --generated-only leave nothing")
+    snapshot = kvsnap.load(file)
+    wanted = "prompt" if prompt_only else "generated" if generated_only else ""
+    runs, start = [], 0
+    for run in snapshot.runs:
+        if wanted in ("", run.kind):
+            runs.append((run.kind, snapshot.tokens[start : start + run.count]))
+        start += run.count
+    text = None if as_tokens and not as_json else _text(snapshot, runs, model, file, strict=not as_json)
+    if as_json:
+        emit({"n_tokens": sum(len(ids) for _, ids in runs), "runs": [{"kind": k, "tokens": i} for k, i in runs],
+              "text": text})  # fmt: skip
+    elif as_tokens:
+        for kind, ids in runs:
+            print(f"{kind}: {' '.join(map(str, ids))}")
+    else:
+        print(text)
+
+
+def _text(
+    snapshot: Snapshot, runs: list[tuple[Any, tuple[int, ...]]], model: str | None, file: str, *, strict: bool
+) -> str | None:
+    ids = [i for _, part in runs for i in part]
+    if len(ids) == len(snapshot.tokens) and snapshot.text is not None:
+        return snapshot.text
+    if not ids:
+        return ""
+    if model is None:
+        if not strict:
+            return None
+        what = "a part of the text" if snapshot.text is not None else "text of ids: this file has no text"
+        raise InputError(f"a tokenizer is needed for {what}; name one with --model, or use --tokens", path=file)
+    from kvsnap.cli._model import open_engine
+
+    return open_engine(model, None, None).detokenize(ids)
+
+
+# -- head ----------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("file")
+@click.argument("layer", type=int)
+@click.argument("head_", metavar="HEAD", type=int)
+@click.option("-o", "--output", metavar="PATH", help="Write x.npz (k, v, positions), or x.npy as x.k.npy and x.v.npy.")
+@json_option
+@examples(
+    "kvsnap head chat.kvsnap 0 2",
+    "kvsnap head chat.kvsnap 0 2 -o head.npz",
+)
+def head(file: str, layer: int, head_: int, output: str | None, as_json: bool) -> None:
+    """Show or export the keys and values of one HEAD of one LAYER (both count from 0).
+
+    Keys are as the model uses them, with rope applied. Arrays are float32 [rows, head width].
+    """
+    if output is not None:
+        if not output.endswith((".npy", ".npz")):
+            raise InputError("the ending of the output says its format", expected=".npy or .npz", found=output)
+        check_target(output, snapshot=False)
+    snapshot = kvsnap.load(file)
+    found = snapshot.head(layer, head_)
+    if found is None:
+        heads = snapshot.layers[layer].num_heads
+        raise InputError(f"layer {layer} has no such head", path=file, expected=f"0 to {heads - 1}", found=head_)
+    written = [] if output is None else _export(found, output)
+    stats = {"k": _stats(found.k), "v": _stats(found.v)}
+    positions = [int(found.positions[0]), int(found.positions[-1])] if len(found.positions) else []
+    if as_json:
+        emit({"layer": layer, "head": head_, "shape": list(found.k.shape), "positions": positions, **stats,
+              "bound": snapshot.bound, "written": written})  # fmt: skip
+        return
+    made = table("", *stats["k"], title=f"layer {layer}, head {head_}: {found.k.shape[0]:,} rows of {found.k.shape[1]}")
+    for name, row in stats.items():
+        made.add_row(name, *(f"{v:,}" if isinstance(v, int) else f"{v:.5g}" for v in row.values()))
+    show_table(made)
+    for path in written:
+        remark(f"wrote {path}")
+
+
+def _stats(values: np.ndarray[Any, np.dtype[np.float32]]) -> dict[str, float | int]:
+    if not values.size:
+        return {"min": 0.0, "max": 0.0, "mean": 0.0, "std": 0.0, "mean norm": 0.0, "max norm": 0.0, "not finite": 0}
+    wide = values.astype(np.float64)
+    norms = np.sqrt((wide * wide).sum(axis=-1))
+    found = (wide.min(), wide.max(), wide.mean(), wide.std(), norms.mean(), norms.max())
+    names = ("min", "max", "mean", "std", "mean norm", "max norm")
+    stats: dict[str, float | int] = {n: float(v) for n, v in zip(names, found, strict=True)}
+    return {**stats, "not finite": int((~np.isfinite(values)).sum())}
+
+
+def _export(found: Head, output: str) -> list[str]:
+    def save(path: str, write: Any, *arrays: Any, **named: Any) -> str:
+        memory = io.BytesIO()
+        write(memory, *arrays, **named)
+        write_whole(path, memory.getvalue())
+        return path
+
+    if output.endswith(".npz"):
+        return [save(output, np.savez, k=found.k, v=found.v, positions=found.positions)]
+    stem = output.removesuffix(".npy")
+    return [save(f"{stem}.k.npy", np.save, found.k), save(f"{stem}.v.npy", np.save, found.v)]
+
+
+# -- log -----------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("file")
+@json_option
+@examples(
+    "kvsnap log chat.kvsnap",
+)
+def log(file: str, as_json: bool) -> None:
+    """List the turns of a session, oldest first: what each did and whether it was complete or cut off."""
+    with Session.open(file, create=False, readonly=True) as session:
+        turns, notes, dropped = session.history, list(session.notes), session.dropped
+    if as_json:
+        emit({"path": file, "turns": [t.to_dict() for t in turns], "notes": notes, "dropped": dropped})
+        return
+    made = table("commit", "when", "what", "turn", "tokens", "change", "ends at", right=("tokens", "change", "ends at"))
+    before = 0
+    for turn in turns:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(turn.time_ns / 1e9))
+        state = "complete" if turn.complete else "[bold]cut off[/bold]"
+        made.add_row(str(turn.commit), when, turn.operation, state, f"{turn.n_tokens:,}",
+                     f"{turn.n_tokens - before:+,}", size(turn.offset))  # fmt: skip
+        before = turn.n_tokens
+    show_table(made)
+    for note in notes:
+        remark(f"note: {note}")
+    if dropped:
+        remark(f"note: {size(dropped)} behind the last published turn are not part of the history")
+
+
+# -- verify --------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@json_option
+@examples(
+    "kvsnap verify *.kvsnap",
+)
+def verify(files: tuple[str, ...], as_json: bool) -> None:
+    """Check every byte of each FILE against its checksum. Changes nothing.
+
+    Each damaged place is named with its tensor and the tokens that it takes. Exit code 0 when all is whole, 6 when
+    something live is damaged; a file that cannot be checked at all gives its own code.
+    """
+    results, code = [], 0
+    for file in files:
+        try:
+            with progress(f"verifying {file}") as report:
+                found = kvsnap.verify(file, progress=report)
+        except KvsnapError as error:
+            results.append({"path": file, "ok": False, "error": error.to_dict()})
+            code = code or error.exit_code
+            if not as_json:
+                remark(f"kvsnap: {error}")
+            continue
+        results.append(found.to_dict())
+        code = code or (0 if found.ok else DamagedError.exit_code)
+        if as_json:
+            continue
+        verdict = "whole" if found.ok else "DAMAGED"
+        print(f"{file}: {verdict}, {size(found.n_bytes)}, {count(found.n_parts, 'part')}, "
+              f"{count(found.n_commits, 'commit')}, {count(found.n_tokens, 'token')}")  # fmt: skip
+        for damage in found.damages:
+            print(f"  {damage}")
+        for note in found.notes:
+            print(f"  note: {note}")
+    if as_json:
+        emit({"ok": code == 0, "files": results})
+    if code:
+        raise CheckFailed(code)
+
+
+# -- truncate, reset -----------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("file")
+@click.argument("n_tokens", metavar="N", type=int)
+@click.option("-o", "--output", metavar="NEW", help="Write a sealed snapshot of the first N tokens instead.")
+@json_option
+@examples(
+    "kvsnap truncate chat.kvsnap 1200",
+    "kvsnap truncate sealed.kvsnap 1200 -o shorter.kvsnap",
+)
+def truncate(file: str, n_tokens: int, output: str | None, as_json: bool) -> None:
+    """Go back to the first N tokens of a session.
+
+    The cut is one more commit: nothing is deleted from the file, and `kvsnap log` still lists what was before. At the
+    end of an earlier turn its logits and random state come back too. A sealed snapshot is never changed: with -o its
+    first N tokens are written as a new one.
+    """
+    if output is not None:
+        check_target(output)
+        snapshot = kvsnap.load(file)
+        before = len(snapshot.tokens)
+        report = kvsnap.save(snapshot.truncate(n_tokens), output)
+        _say_cut(output, before, n_tokens, report.nbytes, as_json=as_json)
+        return
+    _refuse_sealed(file, f"write its first tokens with: kvsnap truncate {file} {n_tokens} -o NEW")
+    with Session.open(file, create=False) as session:
+        before, length = session.n_tokens, session.nbytes
+        left = session.truncate(n_tokens)
+        _say_cut(file, before, left, session.nbytes - length, as_json=as_json)
+
+
+@click.command()
+@click.argument("file")
+@json_option
+@examples(
+    "kvsnap reset chat.kvsnap",
+)
+def reset(file: str, as_json: bool) -> None:
+    """Go back to the empty history of a session. The turns before stay in the file, and in `kvsnap log`."""
+    _refuse_sealed(file, "delete the file instead")
+    with Session.open(file, create=False) as session:
+        before, length = session.n_tokens, session.nbytes
+        session.reset()
+        _say_cut(file, before, 0, session.nbytes - length, as_json=as_json)
+
+
+def _refuse_sealed(file: str, hint: str) -> None:
+    if kvsnap.inspect(file).sealed:
+        raise InputError(f"a sealed snapshot is never changed; {hint}", path=file)
+
+
+def _say_cut(path: str, before: int, after: int, written: int, *, as_json: bool) -> None:
+    if as_json:
+        emit({"path": path, "tokens_before": before, "tokens": after, "written": written})
+    else:
+        print(f"{path}: {before:,} -> {count(after, 'token')}, {size(written)} written")
+
+
+COMMANDS = (info, cat, head, log, verify, truncate, reset)

@@ -1,0 +1,123 @@
+"""Options for a model and a sampler, and a live engine from them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import click
+
+from kvsnap import sampling
+from kvsnap.api import connect
+from kvsnap.cli._output import progress, remark
+from kvsnap.errors import InputError
+from kvsnap.identity import Identity
+from kvsnap.layout import Sampler, SamplerState
+from kvsnap.protocols import Engine
+
+__all__ = ["model_options", "open_engine", "parse_sampler", "sampler_options", "sampler_state"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_DTYPES = ("float32", "bfloat16", "float16")
+_ATTENTION = ("sdpa", "eager")
+
+
+def model_options(function: Function) -> Function:
+    """Add --model, --dtype and --attention."""
+    for option in (
+        click.option(
+            "--attention", type=click.Choice(_ATTENTION), help="Attention kernel; bits agree only under the same one."
+        ),
+        click.option(
+            "--dtype", type=click.Choice(_DTYPES), help="Cast the weights; default: as in FILE, else as stored."
+        ),
+        click.option(
+            "--model",
+            default="smollm2",
+            show_default=True,
+            metavar="NAME",
+            help="A model directory, a GGUF file, smollm2 (embedded), or a name on the hub.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def sampler_options(function: Function) -> Function:
+    """Add the settings of the sampler; the command gets those given as one dict, `sampler`."""
+    options = (
+        ("--temperature", float, "0 (default) takes the most probable token."),
+        ("--top-k", int, "Choose among the K most probable tokens."),
+        ("--top-p", float, "Choose among the most probable tokens that make up P."),
+        ("--min-p", float, "Leave out tokens below P times the best."),
+        ("--repetition-penalty", float, "Above 1: tokens seen before become less probable."),
+        ("--seed", int, "Start of the random numbers; default: drawn, and kept in the file."),
+    )
+    names = [flag[2:].replace("-", "_") for flag, _, _ in options]
+
+    @functools.wraps(function)
+    def gathered(**given: Any) -> Any:
+        chosen = {name: given.pop(name) for name in names}
+        given["sampler"] = {name: value for name, value in chosen.items() if value is not None}
+        Sampler(**given["sampler"])  # out of range is said before a model is loaded
+        return function(**given)
+
+    decorated: Any = gathered
+    for flag, kind, text in reversed(options):
+        decorated = click.option(flag, type=kind, help=text)(decorated)
+    return decorated  # type: ignore[no-any-return] # click keeps the function
+
+
+def parse_sampler(text: str) -> Sampler:
+    """Return the sampler of `temperature=0.7,seed=1` or `greedy`. Raise `InputError` naming what is wrong."""
+    if text.strip() == "greedy":
+        return Sampler()
+    known = {f.name: int if f.name in ("top_k", "seed") else float for f in fields(Sampler)}
+    settings: dict[str, Any] = {}
+    for item in text.split(","):
+        name, sign, value = item.partition("=")
+        name = name.strip().replace("-", "_")
+        if not sign or name not in known:
+            raise InputError(
+                "not a sampler setting", expected=f"NAME=VALUE with NAME one of {', '.join(known)}", found=item
+            )
+        try:
+            settings[name] = known[name](value)
+        except ValueError:
+            raise InputError(f"sampler setting {name} is no number", found=value) from None
+    return Sampler(**settings)
+
+
+def sampler_state(saved: SamplerState | None, changes: dict[str, Any]) -> SamplerState | None:
+    """Return what to continue with: the saved settings with `changes`; the saved random numbers unless a seed is given.
+
+    None: nothing was asked for, so what the file says stays.
+    """
+    if not changes:
+        return None
+    settings = replace(saved.settings if saved else Sampler(), **changes)
+    if saved is None or "seed" in changes:
+        return sampling.start(settings)
+    return SamplerState(settings, saved.random)
+
+
+def open_engine(model: str, dtype: str | None, attention: str | None, identity: Identity | None = None) -> Engine:
+    """Load a model and connect it. What is not asked for is taken from the identity of a file, where it says so."""
+    # Before transformers is imported: it reads these once.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from kvsnap.engines.models import load_model
+
+    if identity is not None:
+        saved = dict(identity.runtime).get("attention", "").strip('"')
+        dtype = dtype or (identity.cache_dtype if identity.cache_dtype in _DTYPES else None)
+        attention = attention or (saved if saved in _ATTENTION else None)
+    with progress(f"loading {model}") as report:
+        loaded = load_model(model, dtype=dtype, attention=attention, progress=report)
+    if loaded.tokenizer is None:
+        remark(f"kvsnap: {model} has no tokenizer: only token ids can be shown")
+    return connect(loaded.model, loaded.tokenizer)

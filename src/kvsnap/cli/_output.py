@@ -1,0 +1,148 @@
+"""What commands print with: JSON or text on stdout, remarks and progress on stderr, sizes for people."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+
+__all__ = [
+    "CheckFailed",
+    "count",
+    "emit",
+    "examples",
+    "finite",
+    "json_option",
+    "progress",
+    "remark",
+    "seconds",
+    "show_table",
+    "size",
+    "table",
+]  # fmt: skip
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_PATIENCE = 1.0
+"""Seconds of work before a progress bar appears."""
+
+
+class CheckFailed(Exception):  # noqa: N818 # not an error: the command did its work, and the answer is no
+    """A command worked, has printed its answer, and the answer is no."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+def json_option(function: Function) -> Function:
+    """Add `--json` to a command, as the parameter `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")(
+        function
+    )
+
+
+def examples(*lines: str) -> Callable[[Function], Function]:
+    """Add command lines to the help of a command, printed as they are. Stands next to the function."""
+
+    def add(function: Function) -> Function:
+        # Backspace is click's mark for a paragraph that is not rewrapped.
+        shown = "\n".join(f"  {line}" for line in lines)
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n\b\nExamples:\n{shown}"
+        return function
+
+    return add
+
+
+def finite(value: Any) -> Any:
+    """Return data with the floats that JSON lacks (NaN, infinity) as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def emit(data: Any) -> None:
+    """Print data as JSON on stdout."""
+    print(json.dumps(finite(data), indent=2, default=str))
+
+
+def remark(text: str) -> None:
+    """Print one line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def size(n_bytes: float) -> str:
+    """Return a number of bytes for people: `78.3 MB` (powers of 1000)."""
+    value = float(n_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(value) < 1000:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def seconds(value: float) -> str:
+    """Return a time for people: `12 ms`, `3.4 s`."""
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def count(number: int, what: str) -> str:
+    """Return `1 token`, `2 tokens`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()) -> Any:
+    """Return an empty rich table with these columns; those named in `right` are set flush right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def show_table(made: Any) -> None:
+    """Print a rich table on stdout."""
+    from rich.console import Console
+
+    # Piped, a table keeps its lines whole instead of folding them at 80 columns.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(made)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[..., None]]:
+    """Yield a function to be told (done, total), which draws a bar on stderr once the work has lasted over a second.
+
+    Nothing is drawn where stderr is not a terminal.
+    """
+    started = time.monotonic()
+    bars: list[Any] = []
+
+    def report(done: int, total: int, text: str = "") -> None:
+        if not bars:
+            if not sys.stderr.isatty() or time.monotonic() - started < _PATIENCE or done >= total:
+                return
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+            bars.append(Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True))
+            bars[0].add_task(text or title, total=total)
+            bars[0].start()
+        task = bars[0].task_ids[0]
+        bars[0].update(task, completed=done, total=total, description=text or title)
+
+    try:
+        yield report
+    finally:
+        for bar in bars:
+            bar.stop()
