@@ -39,6 +39,7 @@ FOOTER_MAGIC = b"KVEND\r\n\x1a"
 MAJOR, MINOR = 1, 0
 HEADER_SIZE, RECORD_SIZE, FOOTER_SIZE = 128, 64, 64
 MAX_LENGTH = 2**62
+CRITICAL = 1
 TAIL_READ = 64 * 1024
 
 _HEADER = struct.Struct("<8sHHIQQB7s16sQq48s")
@@ -195,13 +196,13 @@ def parse_record_header(raw: bytes, salt: int, offset: int, path: str | None) ->
     if _U64.unpack_from(raw, 56)[0] != seeded(raw[:56], salt, offset):
         raise DamagedError("a record header does not fit its checksum", path=path, offset=offset)
     _, kind, flags, reserved, sequence, length, commit, table, checksum, rest = _RECORD.unpack_from(raw)
-    if reserved or rest:
+    if reserved or rest or flags > CRITICAL:
         raise FormatError("a reserved field of a record header is set", path=path, offset=offset)
     if table > length or length > MAX_LENGTH or (kind not in WITH_PARTS and table != length):
         raise FormatError(
             "a record header has impossible lengths", path=path, offset=offset, found=f"table {table}, payload {length}"
         )
-    if kind not in KIND_NAMES and flags & 1:
+    if kind not in KIND_NAMES and flags & CRITICAL:
         raise VersionError(
             "a record of a kind that this release must know and does not", path=path, offset=offset, found=kind
         )
@@ -291,6 +292,9 @@ def commit_digest(record: bytes, payload: bytes) -> bytes:
 
 
 def _commit_of(reader: ReadAt, header: FileHeader, footer: Footer) -> bytes:
+    record = read_record_header(reader, header, footer.commit_offset, kind=Kind.COMMIT)
+    if record_end(footer.commit_offset, record) != footer.file_length - FOOTER_SIZE:
+        raise DamagedError("a footer does not stand behind its COMMIT", path=reader.path, offset=footer.commit_offset)
     record, payload = read_record(reader, header, footer.commit_offset, kind=Kind.COMMIT)
     if commit_digest(record.pack(header.salt, footer.commit_offset), payload) != footer.digest:
         raise DamagedError(
@@ -305,6 +309,7 @@ def find_end(reader: ReadAt, header: FileHeader) -> End:
     Raise `DamagedError` when there is none, or when a sealed file does not end in its footer.
     """
     high, window = reader.size & ~63, TAIL_READ
+    below = high
     notes: list[str] = []
     while high > HEADER_SIZE:
         low = max(HEADER_SIZE, (high - window) & ~63)
@@ -313,7 +318,7 @@ def find_end(reader: ReadAt, header: FileHeader) -> End:
         for place in np.flatnonzero(words == int.from_bytes(FOOTER_MAGIC, "little"))[::-1]:
             start = int(place) * 64
             footer = parse_footer(data[start : start + FOOTER_SIZE], header.salt, low + start)
-            if footer is None:
+            if footer is None or footer.file_length > below:
                 continue
             try:
                 payload = _commit_of(reader, header, footer)
@@ -321,6 +326,8 @@ def find_end(reader: ReadAt, header: FileHeader) -> End:
                 if header.use == SNAPSHOT:
                     raise
                 notes.append(f"commit {footer.commit} was published but cannot be read: {error.message}")
+                # No footer lies inside a COMMIT: so nothing is read twice, whatever a hostile file claims.
+                below = min(footer.commit_offset, footer.file_length - FOOTER_SIZE)
                 continue
             dropped = reader.size - footer.file_length
             if header.use == SNAPSHOT and dropped:
@@ -335,7 +342,10 @@ def find_end(reader: ReadAt, header: FileHeader) -> End:
         if header.use == SNAPSHOT and window > TAIL_READ:
             break
         high, window = low, min(window * 4, 16 * 1024 * 1024)
-    raise DamagedError("no published commit: the file is cut off", path=reader.path, found=f"{reader.size} bytes")
+    raise DamagedError(
+        "no published commit: the file is cut off, or its last footer is damaged", path=reader.path,
+        offset=reader.size & ~63, expected="a footer at the end", found=f"none in {reader.size} bytes",
+    )  # fmt: skip
 
 
 def scan(

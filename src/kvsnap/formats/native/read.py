@@ -27,7 +27,18 @@ from kvsnap.formats.native.tables import (
 )
 from kvsnap.identity import Identity
 from kvsnap.layout import Snapshot, Tensor, cut_positions, cut_runs, join_positions, join_runs
-from kvsnap.records import RECORD_SIZE, SNAPSHOT, End, FileHeader, Kind, ReadAt, find_end, read_header, read_record
+from kvsnap.records import (
+    HEADER_SIZE,
+    RECORD_SIZE,
+    SNAPSHOT,
+    End,
+    FileHeader,
+    Kind,
+    ReadAt,
+    find_end,
+    read_header,
+    read_record,
+)
 from kvsnap.tensors import numpy_dtype
 
 if TYPE_CHECKING:
@@ -97,7 +108,10 @@ class NativeFile:
         # A journal may be cut by a later writer, which a mapping would not survive.
         self.mapped = mapped and self.sealed
         if self.commit.number != self.end.footer.commit:
-            raise FormatError("COMMIT and its footer disagree", path=self.path, expected=self.end.footer.commit)
+            raise FormatError(
+                "COMMIT and its footer disagree", path=self.path, offset=self.end.footer.commit_offset,
+                expected=self.end.footer.commit, found=self.commit.number,
+            )  # fmt: skip
 
     @staticmethod
     def open(path: str | os.PathLike[str], *, mapped: bool = True) -> NativeFile:
@@ -144,12 +158,15 @@ class NativeFile:
         n_tokens, n_rows = sum(e.n_tokens for e in live), 0
         for entry in live:
             if entry.row_start != n_rows:
-                raise FormatError("the live list has a gap", path=self.path, expected=n_rows, found=entry.row_start)
+                raise FormatError(
+                    "the live list has a gap", path=self.path, offset=self.end.footer.commit_offset,
+                    expected=n_rows, found=entry.row_start,
+                )  # fmt: skip
             n_rows += entry.n_rows
         digest = live[-1].digest if live else bytes(16)
         if (n_tokens, n_rows, digest) != (commit.n_tokens, commit.n_rows, commit.digest):
             raise FormatError(
-                "the live list does not add up to its COMMIT", path=self.path,
+                "the live list does not add up to its COMMIT", path=self.path, offset=self.end.footer.commit_offset,
                 expected=f"{commit.n_tokens} tokens, {commit.n_rows} rows", found=f"{n_tokens} tokens, {n_rows} rows",
             )  # fmt: skip
         return live
@@ -170,7 +187,12 @@ class NativeFile:
         """What IDENTITY says; empty (all unknown) when there is none."""
         if not self.commit.identity:
             return Identity()
-        return Identity.from_dict(parse_json(*self._json(self.commit.identity, Kind.IDENTITY)))
+        payload, path, place = self._json(self.commit.identity, Kind.IDENTITY)
+        try:
+            return Identity.from_dict(parse_json(payload, path, place))
+        except FormatError as error:
+            error.path, error.offset = path, place
+            raise
 
     @cached_property
     def metadata(self) -> dict[str, str]:
@@ -188,9 +210,14 @@ class NativeFile:
 
     def spans(self) -> Iterator[Span]:
         """Yield the spans of the live list in order, each checked against its entry and the digest of the history."""
-        digest, n_tokens = bytes(16), 0
+        digest, n_tokens, free = bytes(16), 0, HEADER_SIZE
         for entry in self.entries:
+            if entry.span < free:
+                raise FormatError(
+                    "spans are out of order or overlap", path=self.path, offset=entry.span, expected=f"{free} or above"
+                )
             table, payload, check = self.table_at(entry.span, Kind.SPAN)
+            free = payload + (table.parts[-1].offset + table.parts[-1].stored if table.parts else 0)
             fits = check == entry.check and table.row_start == entry.row_start and table.token_start == n_tokens
             if not fits or entry.n_rows > table.n_rows or entry.n_tokens > len(table.tokens):
                 raise FormatError("a SPAN is not the one that the live list means", path=self.path, offset=entry.span)
@@ -205,7 +232,13 @@ class NativeFile:
         if not self.commit.state:
             return {}, None
         table, payload, _ = self.table_at(self.commit.state, Kind.STATE)
-        sizes, tensors = Sizes(self.geometry.tensors), {}
+        if len(table.tokens) or table.n_rows or table.row_start != self.commit.n_rows:
+            raise FormatError(
+                "STATE is not that of the last row", path=self.path, offset=self.commit.state,
+                expected=f"row {self.commit.n_rows}, no tokens or rows of its own",
+                found=f"row {table.row_start}, {len(table.tokens)} tokens, {table.n_rows} rows",
+            )  # fmt: skip
+        sizes, tensors = Sizes(self.geometry.tensors, replaced=True), {}
         for part in table.parts:
             source = PartSource(self.reader, sizes, part, payload, mapped=self.mapped)
             tensors[part.tensor] = Tensor(source.spec, source, n_rows=part.n_rows, bound=part.bound)
@@ -213,7 +246,7 @@ class NativeFile:
 
     def snapshot(self) -> Snapshot:
         """Return everything as a snapshot. Tensor bytes are read, and checked, when they are first used."""
-        specs, sizes = {spec.id: spec for spec in self.geometry.tensors}, Sizes(self.geometry.tensors)
+        specs, sizes = {spec.id: spec for spec in self.geometry.tensors}, Sizes(self.geometry.tensors, replaced=False)
         slices: dict[int, list[Slice]] = {}
         ids: list[npt.NDArray[np.int32]] = []
         texts: list[str | None] = []
@@ -237,9 +270,8 @@ class NativeFile:
         batch = SpanBatch(self.reader, signatures)
         tensors = {number: self._joined(specs[number], found, batch) for number, found in slices.items()}
         replaced, sampler = self.state()
-        for spec in self.geometry.tensors:
-            if spec.grows and spec.id not in tensors:
-                tensors[spec.id] = Tensor(spec, np.zeros(spec.shape, dtype=numpy_dtype(spec.dtype)))
+        absent = [spec for spec in self.geometry.tensors if spec.grows and spec.id not in tensors]
+        tensors |= {spec.id: self._empty(spec) for spec in absent}
         logits = next((t for t in replaced.values() if t.role == "logits"), None)
         every = np.concatenate(ids) if ids else np.zeros(0, np.int32)
         return Snapshot(
@@ -264,6 +296,15 @@ class NativeFile:
             },
         )
 
+    def _empty(self, spec: TensorSpec) -> Tensor:
+        expected = self.commit.n_rows // spec.tokens_per_row
+        if spec.growth == "grow" and expected:
+            raise FormatError(
+                f"{spec.name}: rows are missing", path=self.path, offset=self.end.footer.commit_offset,
+                expected=f"0 to {expected}", found="no part",
+            )  # fmt: skip
+        return Tensor(spec, np.zeros(spec.shape, dtype=numpy_dtype(spec.dtype)))
+
     def _joined(self, spec: TensorSpec, slices: Sequence[Slice], batch: SpanBatch) -> Tensor:
         if not spec.grows:
             last = slices[-1].source
@@ -279,8 +320,9 @@ class NativeFile:
         expected = self.commit.n_rows // spec.tokens_per_row
         if spec.growth == "grow" and (start, at) != (0, expected):
             raise FormatError(
-                f"{spec.name}: rows are missing", path=self.path, expected=f"0 to {expected}", found=f"{start} to {at}"
-            )
+                f"{spec.name}: rows are missing", path=self.path, offset=slices[0].source.offset,
+                expected=f"0 to {expected}", found=f"{start} to {at}",
+            )  # fmt: skip
         bound = max(piece.source.part.bound for piece in slices)
         if len(slices) == 1 and slices[0].is_whole:
             return Tensor(spec, slices[0].source, start=start, n_rows=at - start, bound=bound)

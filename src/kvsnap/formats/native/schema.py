@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
@@ -109,7 +111,7 @@ class _Reader:
         self.data: dict[str, Any] = data
 
     def refuse(self, name: str, expected: str, found: Any) -> NoReturn:
-        shown = f"{found!r}"[:60]
+        shown = reprlib.repr(found)[:60]  # a file may nest deeper than repr can follow
         raise FormatError(
             f"{self.what}: {name} is not valid", path=self.path, offset=self.offset, expected=expected, found=shown
         )
@@ -135,7 +137,9 @@ class _Reader:
         value = self.data.get(name)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             self.refuse(name, "a number", value)
-        return value
+        if not abs(value) <= sys.float_info.max:
+            self.refuse(name, "a finite number", "one beyond the range of a double")
+        return float(value)
 
     def items(self, name: str, most: int) -> list[Any]:
         value = self.data.get(name)
@@ -147,7 +151,9 @@ class _Reader:
 def _spec(data: Any, path: str | None, offset: int) -> TensorSpec:
     r = _Reader(data, "LAYOUT tensor", path, offset)
     shape = tuple(r.check_integer("shape", size, 0, 2**40) for size in r.items("shape", MAX_AXES))
-    axes = tuple(str(axis) for axis in r.items("axes", MAX_AXES))
+    axes = tuple(r.items("axes", MAX_AXES))
+    if not all(isinstance(axis, str) for axis in axes):
+        r.refuse("axes", "a list of text", axes)
     spec = TensorSpec(
         id=r.integer("id", 0, 2**32 - 1),
         name=r.text("name"),
@@ -190,7 +196,7 @@ def parse_layout(raw: bytes, path: str | None, offset: int) -> Geometry:
         shares = row.data.get("shares")
         if shares is not None:
             row.check_integer("shares", shares, 0, len(items) - 1)
-            if items[shares].get("shares") is not None:
+            if not isinstance(items[shares], dict) or items[shares].get("shares") is not None:
                 row.refuse("shares", "a layer with tensors of its own", shares)
         ids = tuple(row.check_integer("tensors", t, 0, 2**32 - 1) for t in row.items("tensors", MAX_TENSORS))
         if not known.issuperset(ids):
@@ -210,7 +216,7 @@ def pack_sampler(state: SamplerState | None) -> bytes:
 
 def parse_sampler(raw: bytes, path: str | None, offset: int) -> SamplerState | None:
     """Parse the meta of a STATE record. Raise `FormatError` naming the member."""
-    data = parse_json(raw, path, offset)
+    data = parse_json(raw, path, offset) if raw else {}
     if data.get("sampler") is None or data.get("random") is None:
         return None
     s = _Reader(data["sampler"], "STATE sampler", path, offset)
@@ -245,7 +251,11 @@ def parse_text(raw: bytes, path: str | None, offset: int) -> str | None:
 
 
 def pack_note(metadata: Mapping[str, str]) -> bytes:
-    """Return the payload of a NOTE record."""
+    """Return the payload of a NOTE record. Raise `InputError` for anything but text."""
+    entries: Mapping[Any, Any] = metadata  # what callers hand over is not always what the types say
+    for name, value in entries.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise InputError("metadata must be text under text", expected="str: str", found=f"{name!r}: {value!r}"[:80])
     return canonical_json({"metadata": dict(metadata)})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvsnap import codecs
-from kvsnap.errors import DamagedError, FormatError
+from kvsnap.errors import DamagedError, FormatError, KvsnapError, UnsupportedError, VersionError
 from kvsnap.formats.native.tables import Part
 from kvsnap.protocols import Codec
 from kvsnap.tensors import Source, TensorSpec, numpy_dtype
@@ -24,6 +25,7 @@ __all__ = ["JoinedSource", "PartSource", "Sizes", "Slice", "SpanBatch"]
 _STEP = 1 << 20
 _SMALL = 256 * 1024
 _SCRATCH = 4 << 20
+MAX_VALUES = 2**56
 Array = npt.NDArray[Any]
 
 
@@ -49,10 +51,14 @@ class Bytes(Protocol):
 
 
 class Sizes:
-    """Spec, codec and sizes of parts: the same few for all spans of a session, so computed once each."""
+    """Spec, codec and sizes of parts: the same few for all spans of a session, so computed once each.
 
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+    `replaced` tells which tensors may stand there: those that are replaced at each commit (in a STATE), or all others.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], *, replaced: bool) -> None:
         self._specs = {spec.id: spec for spec in specs}
+        self._replaced = replaced
         self._known: dict[tuple[int, int, int], tuple[TensorSpec, Codec, int, int | None]] = {}
 
     def of(self, part: Part, path: str | None, offset: int) -> tuple[TensorSpec, Codec, int, int | None]:
@@ -64,7 +70,17 @@ class Sizes:
                 raise FormatError(
                     "a part names a tensor that LAYOUT does not have", path=path, offset=offset, found=part.tensor
                 )
-            spec, codec = self._specs[part.tensor], codecs.codec_of_id(part.codec)
+            spec = self._specs[part.tensor]
+            if (spec.growth == "replaced") != self._replaced:
+                raise FormatError(
+                    f"{spec.name} stands in the wrong kind of record", path=path, offset=offset,
+                    expected="replaced tensors in STATE, all others in SPAN", found=spec.growth,
+                )  # fmt: skip
+            try:
+                codec = codecs.codec_of_id(part.codec)
+            except (VersionError, UnsupportedError) as error:
+                error.path, error.offset = path, offset
+                raise
             known = (spec, codec, spec.nbytes(part.n_rows), codec.stored_size(spec, part.n_rows))
             self._known[key] = known
         return known
@@ -87,6 +103,12 @@ class PartSource:
             raise FormatError(
                 f"{self.what} has sizes that contradict LAYOUT", path=file.path, offset=self.offset,
                 expected=f"{decoded} decoded, {stored} stored", found=f"{part.decoded}, {part.stored}",
+            )  # fmt: skip
+        # A shape with an empty axis takes no bytes, but the product of the others is limited all the same.
+        if not decoded and math.prod(max(size, 1) for size in self.shape) > MAX_VALUES:
+            raise FormatError(
+                f"{self.what} has an impossible shape", path=file.path, offset=self.offset,
+                expected=f"at most {MAX_VALUES} values", found=list(self.shape),
             )  # fmt: skip
 
     @property
@@ -126,14 +148,22 @@ class PartSource:
             values = np.frombuffer(self.stored(), dtype=numpy_dtype(self.spec.dtype)).reshape(self.shape)
         else:
             values = np.empty(self.shape, dtype=numpy_dtype(self.spec.dtype))
-            self.codec.decode(self.spec, self.stored(), values)
+            self._decode(values)
         values.flags.writeable = False
         return values
+
+    def _decode(self, out: Array) -> None:
+        data = self.stored()
+        try:
+            self.codec.decode(self.spec, data, out)
+        except KvsnapError as error:  # a codec knows the part, not the file it stands in
+            error.path, error.offset = self.file.path, self.offset
+            raise
 
     def read_into(self, out: Array) -> None:
         """Fill `out`, checked."""
         if not self.is_plain or not out.flags.c_contiguous or not out.nbytes:
-            self.codec.decode(self.spec, self.stored(), out)
+            self._decode(out)
             return
         target = out.reshape(-1).view(np.uint8)
         digest = xxhash.xxh3_64()

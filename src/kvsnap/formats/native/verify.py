@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from kvsnap import codecs
-from kvsnap.errors import DamagedError, FormatError, KvsnapError, UnsupportedError
+from kvsnap.errors import DamagedError, FormatError, KvsnapError, UnsupportedError, VersionError
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.sources import PartSource, Sizes
 from kvsnap.formats.native.tables import Table, parse_commit
@@ -141,7 +141,8 @@ def _check_parts(walk: _Walk, offset: int, record: RecordHeader, table: Table) -
         elif spec is None:
             walk.found(f"LAYOUT has no {name}", start, offset, tensor=name, tokens=tokens)
         elif part.codec != codecs.EXACT.id:
-            source = PartSource(file.reader, Sizes(file.geometry.tensors), part, offset + RECORD_SIZE, mapped=False)
+            sizes = Sizes(file.geometry.tensors, replaced=record.kind == Kind.STATE)
+            source = PartSource(file.reader, sizes, part, offset + RECORD_SIZE, mapped=False)
             source.read_into(np.empty(source.shape, dtype=numpy_dtype(spec.dtype)))
         walk.n_parts += 1
 
@@ -149,7 +150,7 @@ def _check_parts(walk: _Walk, offset: int, record: RecordHeader, table: Table) -
 def _guarded(walk: _Walk, offset: int, record: RecordHeader) -> None:
     try:
         _check_record(walk, offset, record)
-    except UnsupportedError:
+    except (UnsupportedError, VersionError):
         raise
     except KvsnapError as error:
         walk.found(error.message, error.offset or offset, offset, tokens=walk.live_tokens.get(offset))
@@ -191,6 +192,8 @@ def _records(walk: _Walk) -> Iterator[tuple[int, RecordHeader]]:
             for place, record in scan(file.reader, file.header, stop, start=offset):
                 offset = record_end(place, record) + (FOOTER_SIZE if record.kind == Kind.COMMIT else 0)
                 yield place, record
+        except VersionError:
+            raise
         except (DamagedError, FormatError) as error:
             later = [place for place in known if place > offset]
             walk.found(
@@ -206,6 +209,8 @@ def verify_file(file: NativeFile, progress: Progress | None = None) -> VerifyRep
     walk = _Walk(file, progress)
     try:
         _live_records(file, walk)
+    except VersionError:
+        raise
     except (DamagedError, FormatError) as error:
         walk.damages.append(Damage(error.message, error.offset or 0, live=True, tokens=(0, file.commit.n_tokens)))
     stop = file.end.footer.file_length
@@ -218,6 +223,8 @@ def verify_file(file: NativeFile, progress: Progress | None = None) -> VerifyRep
         for _ in file.spans():
             pass
         file.snapshot()
+    except VersionError:
+        raise
     except (DamagedError, FormatError) as error:
         if all(not d.live for d in walk.damages):
             walk.damages.append(Damage(error.message, error.offset or 0, live=True))
