@@ -1,0 +1,462 @@
+"""A reader and a writer of `.kvsnap` files made from docs/spec/file.md alone: nothing of kvsnap is imported here.
+
+The writer writes what it is told, right or wrong, with checksums that fit: hostile files are made with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import xxhash
+
+MAGIC = bytes.fromhex("894B56534E41500A")
+FOOTER_MAGIC = bytes.fromhex("4B56454E440D0A1A")
+IDENTITY, LAYOUT, SPAN, STATE, NOTE, INDEX, COMMIT, BASE = range(1, 9)
+SIZES = {
+    "float32": "<f4", "float16": "<f2", "bfloat16": ml_dtypes.bfloat16, "float64": "<f8", "int8": "i1", "uint8": "u1",
+    "int16": "<i2", "int32": "<i4", "int64": "<i8", "bool": "?", "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+}  # fmt: skip
+
+
+def up(n: int, to: int = 64) -> int:
+    return -(-n // to) * to
+
+
+def h64(data: bytes, seed: int = 0) -> int:
+    return xxhash.xxh3_64_intdigest(data, seed=seed % 2**64)
+
+
+def h128(data: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+# -- reading ------------------------------------------------------------------------------------------------
+
+
+def need(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(what)
+
+
+class SpecReader:
+    """Reads a whole, undamaged file at its last commit. `ValueError` for a broken rule."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        need(data[:8] == MAGIC, "magic")
+        major, _minor, size = struct.unpack_from("<HHI", data, 8)
+        required, _optional, use = struct.unpack_from("<QQB", data, 16)
+        need((major, size, required) == (1, 128, 0), "version")
+        need(not any(data[33:40]) and not any(data[72:120]), "reserved")
+        need(struct.unpack_from("<Q", data, 120)[0] == h64(data[:120]), "header checksum")
+        self.use, self.file_id = use, data[40:56]
+        self.salt, self.created = struct.unpack_from("<Qq", data, 56)
+        end = len(data)
+        need(end % 64 == 0, "length")
+        self.footer = self._footer(end - 64)
+        self.commit_at = self.footer["commit_offset"]
+        self.commit = self._commit(self.commit_at, self.footer["digest"])
+        need(self.commit["number"] == self.footer["number"], "number")
+
+    def _footer(self, at: int) -> dict[str, Any]:
+        raw = self.data[at : at + 64]
+        need(raw[:8] == FOOTER_MAGIC, "footer magic")
+        need(struct.unpack_from("<Q", raw, 56)[0] == h64(raw[:56], self.salt + at), "footer checksum")
+        offset, number, length = struct.unpack_from("<QQQ", raw, 8)
+        need(length == at + 64 and not any(raw[48:56]), "footer length")
+        return {"commit_offset": offset, "number": number, "digest": raw[32:48]}
+
+    def record(self, at: int, kind: int | None = None) -> dict[str, Any]:
+        raw = self.data[at : at + 64]
+        need(at % 64 == 0 and raw[:4] == b"KVR1", f"record at {at}")
+        need(struct.unpack_from("<Q", raw, 56)[0] == h64(raw[:56], self.salt + at), f"record checksum at {at}")
+        found, flags, reserved, sequence, length, commit, table, checksum, rest = struct.unpack_from(
+            "<BBHQQQQQQ", raw, 4
+        )
+        need(not reserved and not rest and (kind is None or found == kind), f"kind at {at}: {found}")
+        payload = self.data[at + 64 : at + 64 + length]
+        need(len(payload) == length and h64(payload[:table]) == checksum, f"payload at {at}")
+        need(table == length or found in {SPAN, STATE}, "table length")
+        end = up(at + 64 + length)
+        need(not any(self.data[at + 64 + length : end]), "padding")
+        return {
+            "at": at, "kind": found, "flags": flags, "sequence": sequence, "commit": commit, "table": table,
+            "payload": payload, "end": end, "check": raw[56:64],
+        }  # fmt: skip
+
+    def records(self) -> list[dict[str, Any]]:
+        """Every record from the header to the end, which must fill the file without a gap."""
+        at, out = 128, []
+        while at < len(self.data):
+            out.append(self.record(at))
+            at = out[-1]["end"]
+            if out[-1]["kind"] == COMMIT:
+                need(self._footer(at)["commit_offset"] == out[-1]["at"], "footer place")
+                at += 64
+        need([r["sequence"] for r in out] == list(range(len(out))), "sequence")
+        return out
+
+    def _commit(self, at: int, digest: bytes) -> dict[str, Any]:
+        record = self.record(at, COMMIT)
+        p = record["payload"]
+        need(h128(self.data[at : at + 64] + p) == digest, "commit digest")
+        names = [
+            "number", "previous", "previous_digest", "operation", "flags", "n_tail", "n_tokens", "n_rows", "n_pending",
+            "token_offset", "identity", "layout", "state", "note", "index", "index_kept", "base", "time", "digest",
+        ]  # fmt: skip
+        commit = dict(zip(names, struct.unpack_from("<QQ16sHHIQQQqQQQQQQQq16s", p), strict=True))
+        need(not any(p[152:192]) and len(p) == 192 + 64 * commit["n_tail"] and commit["base"] == 0, "commit")
+        commit["tail"] = self._entries(p[192:])
+        return commit
+
+    @staticmethod
+    def _entries(raw: bytes) -> list[dict[str, Any]]:
+        names = ["span", "n_tokens", "row_start", "n_rows", "state", "check", "digest"]
+        return [dict(zip(names, row, strict=True)) for row in struct.iter_unpack("<QQQQQ8s16s", raw)]
+
+    def history(self) -> list[dict[str, Any]]:
+        """All commits, newest first."""
+        out = [self.commit]
+        while out[-1]["previous"]:
+            out.append(self._commit(out[-1]["previous"], out[-1]["previous_digest"]))
+        return out
+
+    def entries(self) -> list[dict[str, Any]]:
+        live: list[dict[str, Any]] = []
+        if self.commit["index"]:
+            p = self.record(self.commit["index"], INDEX)["payload"]
+            (count,) = struct.unpack_from("<Q", p)
+            need(len(p) == 64 + 64 * count and not any(p[8:64]), "index")
+            live = self._entries(p[64:])[: self.commit["index_kept"]]
+            need(len(live) == self.commit["index_kept"], "index kept")
+        return live + self.commit["tail"]
+
+    def json(self, name: str, kind: int) -> Any:
+        at = self.commit[name]
+        return json.loads(self.record(at, kind)["payload"]) if at else None
+
+    def table(self, at: int, kind: int) -> dict[str, Any]:
+        record = self.record(at, kind)
+        p, end = record["payload"], record["table"]
+        names = ["row_start", "n_rows", "token_start", "n_tokens", "n_runs", "n_positions", "n_parts", "n_meta"]
+        t: dict[str, Any] = dict(zip(names, struct.unpack_from("<QQQQIIII", p), strict=True))
+        need(not any(p[48:64]), "table reserved")
+        place = 64
+        t["ids"] = list(struct.unpack_from(f"<{t['n_tokens']}i", p, place))
+        place = up(place + 4 * t["n_tokens"], 8)
+        t["runs"] = list(struct.iter_unpack("<QQ", p[place : place + 16 * t["n_runs"]]))
+        place += 16 * t["n_runs"]
+        t["positions"] = list(struct.iter_unpack("<qQ", p[place : place + 16 * t["n_positions"]]))
+        place += 16 * t["n_positions"]
+        t["meta"] = json.loads(p[place : place + t["n_meta"]]) if t["n_meta"] else {}
+        need(not any(p[place + t["n_meta"] : up(place + t["n_meta"])]), "table padding")
+        place = up(place + t["n_meta"])
+        need(end == place + 64 * t["n_parts"], "table length")
+        need(sum(c for _, c in t["runs"]) == t["n_tokens"] and sum(c for _, c in t["positions"]) == t["n_rows"], "runs")
+        names = ["tensor", "codec", "flags", "row_start", "n_rows", "offset", "stored", "checksum", "decoded", "bound"]
+        parts = [dict(zip(names, row, strict=True)) for row in struct.iter_unpack("<IHHQQQQQQd", p[place:end])]
+        expected = end
+        for part in parts:
+            need(part["offset"] == expected, "part place")
+            part["bytes"] = p[part["offset"] : part["offset"] + part["stored"]]
+            need(len(part["bytes"]) == part["stored"] and h64(part["bytes"]) == part["checksum"], "part checksum")
+            stop = part["offset"] + part["stored"]
+            expected = up(stop)
+            need(not any(p[stop:expected]), "part padding")
+        need(len(p) == (parts[-1]["offset"] + parts[-1]["stored"] if parts else end), "payload length")
+        t["parts"], t["check"] = parts, record["check"]
+        return t
+
+    def values(self, spec: dict[str, Any], part: dict[str, Any]) -> np.ndarray[Any, Any]:
+        shape = [part["n_rows"] if i == spec["row_axis"] else n for i, n in enumerate(spec["shape"])]
+        dtype = np.dtype(SIZES[spec["dtype"]])
+        need(part["decoded"] == dtype.itemsize * int(np.prod(shape, dtype=np.int64)), "decoded length")
+        if part["codec"] == 1:
+            return np.frombuffer(part["bytes"], dtype).reshape(shape)
+        need(part["codec"] == 3, "codec")
+        return self._q8(spec, part["bytes"], shape).astype(dtype)
+
+    @staticmethod
+    def _q8(spec: dict[str, Any], raw: bytes, shape: list[int]) -> np.ndarray[Any, Any]:
+        axis = spec["axes"].index("head") if "head" in spec["axes"] else None
+        groups = 1 if axis is None else shape[axis]
+        rest = [n for i, n in enumerate(shape) if i != axis]
+        n = int(np.prod(rest))
+        need(struct.unpack_from("<II", raw) == (groups, 0), "q8 groups")
+        at, out = 8 + 8 * groups, []
+        for g in range(groups):
+            scale, mode = struct.unpack_from("<fI", raw, 8 + 8 * g)
+            if mode == 0:
+                out.append(np.frombuffer(raw, "i1", n, at).astype(np.float32) * np.float32(scale))
+                at += up(n, 4)
+            else:
+                out.append(np.frombuffer(raw, "<f4", n, at))
+                at += 4 * n
+        need(at == len(raw), "q8 length")
+        groups_first = np.stack(out).reshape([groups, *rest])
+        return groups_first.reshape(rest) if axis is None else np.moveaxis(groups_first, 0, axis)
+
+    def content(self) -> dict[str, Any]:
+        """Everything: ids, runs, positions, tensors by name, logits, sampler, identity, text, metadata."""
+        layout = self.json("layout", LAYOUT)
+        specs = {t["id"]: t for t in layout["tensors"]} if layout else {}
+        pieces: dict[str, list[Any]] = {}
+        out: dict[str, Any] = {"ids": [], "kinds": [], "positions": [], "texts": [], "exact": True, "bound": 0.0}
+        digest, rows = bytes(16), 0
+        for entry in self.entries():
+            t = self.table(entry["span"], SPAN)
+            need(entry["check"] == t["check"] and entry["row_start"] == t["row_start"] == rows, "entry")
+            need(t["token_start"] == len(out["ids"]), "token_start")
+            ids = t["ids"][: entry["n_tokens"]]
+            need(len(ids) == entry["n_tokens"] and entry["n_rows"] <= t["n_rows"], "entry counts")
+            digest = h128(digest + struct.pack(f"<{len(ids)}i", *ids) + struct.pack("<Q", entry["n_rows"]))
+            need(digest == entry["digest"], "history digest")
+            out["ids"] += ids
+            out["kinds"] += [k for k, count in t["runs"] for _ in range(count)][: len(ids)]
+            out["positions"] += [p + i for p, count in t["positions"] for i in range(count)][: entry["n_rows"]]
+            out["texts"].append(t["meta"].get("text") if entry["n_tokens"] == t["n_tokens"] else None)
+            rows += entry["n_rows"]
+            for part in t["parts"]:
+                spec = specs[part["tensor"]]
+                values = self.values(spec, part)
+                if spec["growth"] in {"grow", "window"}:
+                    kept = rows // spec["tokens_per_row"] - part["row_start"]
+                    values = np.take(values, range(min(kept, part["n_rows"])), axis=spec["row_axis"])
+                pieces.setdefault(spec["name"], []).append((spec["row_axis"], values))
+                out["exact"] = out["exact"] and part["flags"] == 1
+                out["bound"] = max(out["bound"], part["bound"])
+        need(digest == self.commit["digest"] and rows == self.commit["n_rows"], "live list")
+        need(len(out["ids"]) == self.commit["n_tokens"], "tokens")
+        out["tensors"] = {
+            name: np.concatenate([v for _, v in found], axis=found[0][0]) if found[0][0] >= 0 else found[-1][1]
+            for name, found in pieces.items()
+        }
+        out["sampler"] = out["random"] = out["logits"] = None
+        if self.commit["state"]:
+            t = self.table(self.commit["state"], STATE)
+            need(not t["ids"] and not t["runs"] and not t["positions"] and t["n_rows"] == 0, "state")
+            need(t["row_start"] == rows, "row_start of the state")
+            out["sampler"], out["random"] = t["meta"].get("sampler"), t["meta"].get("random")
+            for part in t["parts"]:
+                spec = specs[part["tensor"]]
+                if spec["role"] == "logits":
+                    out["logits"] = self.values(spec, part)
+                else:
+                    out["tensors"][spec["name"]] = self.values(spec, part)
+        out["identity"] = self.json("identity", IDENTITY)
+        note = self.json("note", NOTE)
+        out["metadata"] = note["metadata"] if note else {}
+        out["layout"] = layout
+        return out
+
+
+# -- writing ------------------------------------------------------------------------------------------------
+
+
+class SpecWriter:
+    """Puts records together. Every field can be overridden; checksums are made last, so that they fit."""
+
+    def __init__(self, use: int = 1, *, salt: int = 77, header: dict[str, Any] | None = None) -> None:
+        self.salt, self.sequence = salt, 0
+        fields = {
+            "magic": MAGIC, "major": 1, "minor": 0, "size": 128, "required": 0, "optional": 0, "use": use,
+            "reserved": bytes(7), "file_id": bytes(range(16)), "salt": salt, "created": 0, "rest": bytes(48),
+        } | (header or {})  # fmt: skip
+        raw = struct.pack("<8sHHIQQB7s16sQq48s", *fields.values())
+        self.data = bytearray(raw + struct.pack("<Q", h64(raw)))
+
+    def record(
+        self, kind: int, payload: bytes, *, table: int | None = None, commit: int = 1, flags: int = 0,
+        reserved: int = 0, rest: int = 0, length: int | None = None, pad: bytes = b"\0",
+    ) -> int:  # fmt: skip
+        at = len(self.data)
+        table = len(payload) if table is None else table
+        self.data += self.header(
+            at,
+            kind,
+            len(payload) if length is None else length,
+            table,
+            h64(payload[:table]),
+            commit,
+            flags,
+            reserved,
+            rest,
+        )
+        self.data += payload
+        self.data += (pad * 64)[: -len(self.data) % 64]
+        return at
+
+    def header(
+        self, at: int, kind: int, length: int, table: int, checksum: int, commit: int = 1, flags: int = 0,
+        reserved: int = 0, rest: int = 0,
+    ) -> bytes:  # fmt: skip
+        raw = struct.pack(
+            "<4sBBHQQQQQQ", b"KVR1", kind, flags, reserved, self.sequence, length, commit, table, checksum, rest
+        )
+        self.sequence += 1
+        return raw + struct.pack("<Q", h64(raw, self.salt + at))
+
+    def check_of(self, at: int) -> bytes:
+        return bytes(self.data[at + 56 : at + 64])
+
+    def json(self, kind: int, value: Any, **options: Any) -> int:
+        raw = value if isinstance(value, bytes) else json.dumps(value).encode()
+        return self.record(kind, raw, **options)
+
+    def table(self, kind: int, fields: dict[str, Any], *, commit: int = 1) -> int:
+        payload, table = pack_table(fields)
+        return self.record(kind, payload, table=table, commit=commit)
+
+    def commit(
+        self, fields: dict[str, Any], tail: list[dict[str, Any]], *, footer: dict[str, Any] | None = None
+    ) -> int:
+        f = {
+            "number": 1, "previous": 0, "previous_digest": bytes(16), "operation": 1, "flags": 3, "n_tail": len(tail),
+            "n_tokens": 0, "n_rows": 0, "n_pending": 0, "token_offset": 0, "identity": 0, "layout": 0, "state": 0,
+            "note": 0, "index": 0, "index_kept": 0, "base": 0, "time": 0, "digest": bytes(16), "reserved": bytes(40),
+        } | fields  # fmt: skip
+        payload = struct.pack("<QQ16sHHIQQQqQQQQQQQq16s40s", *f.values()) + pack_entries(tail)
+        at = self.record(COMMIT, payload, commit=f["number"])
+        place = len(self.data)
+        digest = h128(bytes(self.data[at : at + 64]) + payload)
+        foot = {
+            "magic": FOOTER_MAGIC,
+            "offset": at,
+            "number": f["number"],
+            "length": place + 64,
+            "digest": digest,
+            "rest": 0,
+        }
+        raw = struct.pack("<8sQQQ16sQ", *(foot | (footer or {})).values())
+        self.data += raw + struct.pack("<Q", h64(raw, self.salt + place))
+        return at
+
+    def digest_of(self, commit_at: int) -> bytes:
+        (length,) = struct.unpack_from("<Q", self.data, commit_at + 16)
+        return h128(bytes(self.data[commit_at : commit_at + 64 + length]))
+
+
+def pack_entries(entries: list[dict[str, Any]]) -> bytes:
+    names = ["span", "n_tokens", "row_start", "n_rows", "state", "check", "digest"]
+    return b"".join(struct.pack("<QQQQQ8s16s", *(e[n] for n in names)) for e in entries)
+
+
+def pack_table(fields: dict[str, Any]) -> tuple[bytes, int]:
+    """Return payload and table length. Members of `fields` that start with `set_` override a count or a length."""
+    f = {
+        "row_start": 0, "n_rows": 0, "token_start": 0, "ids": [], "runs": [], "positions": [], "meta": b"", "parts": [],
+        "reserved": bytes(16), "id_padding": b"\0", "padding": b"\0", "part_padding": b"\0",
+    } | fields  # fmt: skip
+    head = struct.pack(
+        "<QQQQIIII16s", f["row_start"], f["n_rows"], f["token_start"], f.get("set_n_tokens", len(f["ids"])),
+        f.get("set_n_runs", len(f["runs"])), f.get("set_n_positions", len(f["positions"])),
+        f.get("set_n_parts", len(f["parts"])), f.get("set_n_meta", len(f["meta"])), f["reserved"],
+    )  # fmt: skip
+    raw = bytearray(head + struct.pack(f"<{len(f['ids'])}i", *f["ids"]))
+    raw += (f["id_padding"] * 8)[: -len(raw) % 8]
+    raw += b"".join(struct.pack("<QQ", *run) for run in f["runs"])
+    raw += b"".join(struct.pack("<qQ", *run) for run in f["positions"])
+    raw += f["meta"]
+    raw += (f["padding"] * 64)[: -len(raw) % 64]
+    table = len(raw) + 64 * len(f["parts"])
+    body, at = bytearray(), table
+    for part in f["parts"]:
+        p = {
+            "tensor": 0, "codec": 1, "flags": 1, "row_start": 0, "n_rows": 0, "offset": at, "stored": len(part["data"]),
+            "checksum": h64(part["data"]), "decoded": len(part["data"]), "bound": 0.0,
+        } | {k: v for k, v in part.items() if k != "data"}  # fmt: skip
+        raw += struct.pack("<IHHQQQQQQd", *p.values())
+        body += (f["part_padding"] * 64)[: at - table - len(body)]
+        body += part["data"]
+        at = up(table + len(body))
+    return bytes(raw + body + f.get("more", b"")), table
+
+
+def tensor(number: int, role: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "id": number, "name": f"layer0.{role}", "layer": 0, "role": role, "dtype": "float32",
+        "axes": ["head", "row", "dim"], "shape": [2, 0, 4], "growth": "grow", "row_axis": 1, "tokens_per_row": 1,
+        "window": 0, "rope": "after", "pairing": "half",
+    } | fields  # fmt: skip
+
+
+class Minimal:
+    """One layer, three tokens, three rows, logits: a snapshot as the spec says. Change a member, then `build`."""
+
+    def __init__(self, use: int = 1) -> None:
+        self.use = use
+        self.header: dict[str, Any] = {}
+        self.k = np.arange(24, dtype="<f4").reshape(2, 3, 4)
+        self.logits = np.linspace(-1, 1, 5, dtype="<f4")
+        self.identity: Any = {"architecture": "tiny", "config": {"width": "4"}, "weights": [], "extra": 1}
+        self.layout: Any = {
+            "architecture": "tiny",
+            "tensors": [
+                tensor(0, "k"),
+                tensor(1, "v"),
+                tensor(9, "logits", layer=-1, axes=["vocab"], shape=[5], row_axis=-1, growth="replaced", rope="none"),
+            ],
+            "layers": [{"index": 0, "kind": "attention", "num_query_heads": 4, "shares": None, "tensors": [0, 1]}],
+        }  # fmt: skip
+        rows = {"n_rows": 3, "data": self.k.tobytes()}
+        self.span: dict[str, Any] = {
+            "n_rows": 3, "ids": [5, 6, 7], "runs": [(0, 2), (1, 1)], "positions": [(0, 3)], "meta": b'{"text":"abc"}',
+            "parts": [{"tensor": 0} | rows, {"tensor": 1} | rows],
+        }  # fmt: skip
+        self.state: dict[str, Any] = {
+            "row_start": 3, "meta": b"", "parts": [{"tensor": 9, "n_rows": 1, "data": self.logits.tobytes()}],
+        }  # fmt: skip
+        self.note: Any = {"metadata": {"a": "b"}}
+        self.commit: dict[str, Any] = {}
+        self.entry: dict[str, Any] = {}
+        self.footer: dict[str, Any] = {}
+        self.index: dict[str, Any] | None = None
+        self.before: list[tuple[int, bytes, dict[str, Any]]] = []
+        self.places: dict[str, int] = {}
+
+    def part(self, number: int) -> dict[str, Any]:
+        self.span["parts"] = copy.deepcopy(self.span["parts"])
+        found: dict[str, Any] = self.span["parts"][number]
+        return found
+
+    def build(self) -> bytes:
+        return bytes(self.writer().data)
+
+    def writer(self) -> SpecWriter:
+        w = SpecWriter(self.use, header=self.header)
+        for kind, payload, options in self.before:
+            w.record(kind, payload, **options)
+        at = self.places
+        at["identity"] = w.json(IDENTITY, self.identity)
+        at["layout"] = w.json(LAYOUT, self.layout)
+        at["span"] = w.table(SPAN, self.span)
+        at["state"] = w.table(STATE, self.state)
+        at["note"] = w.json(NOTE, self.note)
+        ids = self.span["ids"]
+        n_rows = self.span["n_rows"]
+        digest = h128(bytes(16) + struct.pack(f"<{len(ids)}i", *ids) + struct.pack("<Q", n_rows % 2**64))
+        entry = {
+            "span": at["span"], "n_tokens": len(ids), "row_start": 0, "n_rows": n_rows, "state": at["state"],
+            "check": w.check_of(at["span"]), "digest": digest,
+        } | self.entry  # fmt: skip
+        fields: dict[str, Any] = {
+            "n_tokens": len(ids), "n_rows": n_rows, "token_offset": n_rows, "identity": at["identity"],
+            "layout": at["layout"], "state": at["state"], "note": at["note"], "digest": digest,
+        }  # fmt: skip
+        tail = [entry]
+        if self.index is not None:
+            count = self.index.get("count", 1)
+            at["index"] = w.record(
+                INDEX, struct.pack("<Q", count) + self.index.get("reserved", bytes(56)) + pack_entries([entry])
+            )
+            fields |= {"index": at["index"], "index_kept": self.index.get("kept", 1)}
+            tail = []
+        at["commit"] = len(w.data)
+        w.commit(fields | self.commit, tail, footer=self.footer)
+        return w

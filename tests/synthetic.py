@@ -1,0 +1,215 @@
+"""Synthetic snapshots without a model: what a row holds follows from its token, its place and its tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from kvsnap.identity import AdapterDigest, Identity, WeightDigest
+from kvsnap.layout import (
+    Layer,
+    PositionRun,
+    RandomState,
+    Run,
+    Sampler,
+    SamplerState,
+    Snapshot,
+    Tensor,
+    TensorSpec,
+    join_runs,
+    numpy_dtype,
+)
+
+DATA = Path(__file__).parent / "data"
+IDENTITY = Identity(
+    architecture="synthetic",
+    config=(("num_layers", "2"), ("rope_theta", "10000.0")),
+    weights=(
+        WeightDigest("model.embed.weight", "float32", (8, 4), "0" * 32),
+        WeightDigest("model.layers.0.self_attn.q_proj.weight", "float32", (4, 4), "1" * 32),
+    ),
+    cache_dtype="float32",
+    quantisation="none",
+    tokenizer="ab" * 16,
+    adapters=(AdapterDigest("style", "cd" * 16, "0.5"),),
+    chat_template="ef" * 16,
+    engine="synthetic",
+    runtime=(("threads", "1"),),
+)
+
+
+def rows(
+    tokens: Sequence[int], start: int, stop: int, key: int, heads: int, dim: int, dtype: str
+) -> np.ndarray[Any, Any]:
+    """Values `[heads, stop - start, dim]` in [-1, 1) of the rows `[start, stop)`, a function of token, row, `key`."""
+    ids = np.asarray(tokens[start:stop], np.uint64)
+    place = np.arange(start, stop, dtype=np.uint64)
+    row = ids * np.uint64(0x9E3779B1) + place * np.uint64(0x85EBCA77) + np.uint64(key * 0xC2B2AE3D)
+    cell = np.arange(heads * dim, dtype=np.uint64).reshape(heads, 1, dim) * np.uint64(0x27D4EB2F)
+    mixed = row[None, :, None] ^ cell
+    mixed = mixed * np.uint64(0xD6E8FEB86659FD93)
+    mixed ^= mixed >> np.uint64(32)
+    return ((mixed & np.uint64(0xFFFF)).astype(np.float64) / 32768 - 1).astype(numpy_dtype(dtype))
+
+
+def spec(number: int, layer: int, role: str, heads: int, dim: int, dtype: str, **fields: Any) -> TensorSpec:
+    values: dict[str, Any] = {
+        "id": number, "name": f"layer{layer}.{role}", "layer": layer, "role": role, "dtype": dtype,
+        "axes": ("head", "row", "dim"), "shape": (heads, 0, dim), "growth": "grow", "row_axis": 1, "rope": "after",
+        "pairing": "half",
+    } | fields  # fmt: skip
+    return TensorSpec(**values)
+
+
+def logits_of(tokens: Sequence[int], n_rows: int, vocab: int, dtype: str = "float32") -> Tensor:
+    description = TensorSpec(
+        id=2**20, name="logits", layer=-1, role="logits", dtype=dtype, axes=("vocab",), shape=(vocab,),
+        growth="replaced", rope="none",
+    )  # fmt: skip
+    last = [*tokens[: n_rows - 1 or None], 0]
+    return Tensor(description, rows(last[-1:] * n_rows, n_rows - 1, n_rows, 99, 1, vocab, dtype).reshape(vocab))
+
+
+def snapshot(
+    tokens: Sequence[int],
+    *,
+    start: int = 0,
+    n_pending: int = 0,
+    layers: int = 1,
+    heads: int = 2,
+    dim: int = 4,
+    dtype: str = "float32",
+    vocab: int = 8,
+    n_prompt: int | None = None,
+    recurrent: bool = False,
+    **fields: Any,
+) -> Snapshot:
+    """A snapshot of these tokens, the last `n_pending` not evaluated, holding the rows from `start` on."""
+    n_rows = len(tokens) - n_pending
+    n_prompt = len(tokens) if n_prompt is None else min(n_prompt, len(tokens))
+    made = []
+    for i in range(layers):
+        tensors = [
+            Tensor(
+                spec(2 * i + j, i, role, heads, dim, dtype),
+                rows(tokens, start, n_rows, 2 * i + j, heads, dim, dtype),
+                start=start,
+            )
+            for j, role in enumerate("kv")
+        ]
+        if recurrent:
+            state = spec(1000 + i, i, "recurrent", heads, dim, dtype, axes=("head", "dim"), shape=(heads, dim),
+                         growth="replaced", row_axis=-1, rope="none", pairing="")  # fmt: skip
+            last = rows([*tokens, 1], max(n_rows - 1, 0), max(n_rows, 1), 50 + i, heads, dim, dtype)
+            tensors.append(Tensor(state, last.reshape(heads, dim)))
+        made.append(Layer(index=i, kind="attention", tensors=tuple(tensors), num_query_heads=2 * heads))
+    values: dict[str, Any] = {
+        "architecture": "synthetic",
+        "layers": tuple(made),
+        "tokens": tuple(tokens),
+        "runs": join_runs((), (Run("prompt", n_prompt), Run("generated", len(tokens) - n_prompt))),
+        "n_rows": n_rows,
+        "row_start": start,
+        "n_pending": n_pending,
+        "token_offset": n_rows,
+        "positions": (PositionRun(0, n_rows),) if n_rows else (),
+        "logits": logits_of(tokens, n_rows, vocab) if vocab and n_rows else None,
+        "identity": IDENTITY,
+    }
+    return Snapshot(**(values | fields))
+
+
+def same(a: Snapshot, b: Snapshot) -> list[str]:
+    """Return what differs between two snapshots, bit by bit; empty when nothing does."""
+    names = [
+        "architecture", "tokens", "runs", "n_rows", "n_pending", "token_offset", "positions", "sampler", "identity",
+        "text", "metadata",
+    ]  # fmt: skip
+    found = [name for name in names if getattr(a, name) != getattr(b, name)]
+    left = [*a.tensors(), *([a.logits] if a.logits else [])]
+    right = [*b.tensors(), *([b.logits] if b.logits else [])]
+    if [(t.spec, t.start, t.n_rows) for t in left] != [(t.spec, t.start, t.n_rows) for t in right]:
+        return [*found, "tensors"]
+    for s, t in zip(left, right, strict=True):
+        if s.array.tobytes() != t.array.tobytes() or s.bound != t.bound:
+            found.append(s.name)
+    if [(x.index, x.kind, x.num_query_heads, x.shares) for x in a.layers] != [
+        (x.index, x.kind, x.num_query_heads, x.shares) for x in b.layers
+    ]:
+        found.append("layers")
+    return found
+
+
+SAMPLER = SamplerState(
+    Sampler(repetition_penalty=1.25, temperature=0.75, top_k=40, top_p=0.9375, min_p=0.0625, seed=7), RandomState(7, 3)
+)
+
+
+def tiny() -> Snapshot:
+    """The content of data/tiny.kvsnap."""
+    return snapshot(
+        (11, 12, 13, 14, 15, 16), n_pending=1, layers=2, n_prompt=4, sampler=SAMPLER, text="a small\nexample",
+        metadata={"title": "tiny", "note": "made by tests/synthetic.py"},
+        positions=(PositionRun(0, 3), PositionRun(7, 2)), token_offset=9,
+    )  # fmt: skip
+
+
+def fixed() -> ExitStack:
+    """A context in which file ids, salts and times are always the same."""
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(os, "urandom", lambda n: bytes(range(1, n + 1))))
+    stack.enter_context(mock.patch.object(time, "time_ns", return_value=1_700_000_000_000_000_000))
+    return stack
+
+
+def tiny_bytes() -> bytes:
+    """The bytes of data/tiny.kvsnap."""
+    from kvsnap.formats.native import dumps
+
+    with fixed():
+        return dumps(tiny())
+
+
+def tiny_content() -> dict[str, Any]:
+    """What data/tiny.json says: values as hex, so that nothing is rounded."""
+    made = tiny()
+    assert made.logits is not None
+    return {
+        "architecture": made.architecture,
+        "ids": list(made.tokens),
+        "kinds": [0, 0, 0, 0, 1, 1],
+        "positions": [0, 1, 2, 7, 8],
+        "n_rows": made.n_rows,
+        "n_pending": made.n_pending,
+        "token_offset": made.token_offset,
+        "text": made.text,
+        "metadata": dict(made.metadata),
+        "tensors": {
+            t.name: {"dtype": t.spec.dtype, "shape": list(t.shape), "hex": t.array.tobytes().hex()}
+            for t in made.tensors()
+        },
+        "logits": made.logits.array.tobytes().hex(),
+        "sampler": {
+            "repetition_penalty": 1.25, "temperature": 0.75, "top_k": 40, "top_p": 0.9375, "min_p": 0.0625, "seed": 7,
+        },
+        "random": {"algorithm": "philox4x64", "seed": 7, "draws": 3},
+        "identity": made.identity.to_dict(),
+    }  # fmt: skip
+
+
+def write_golden() -> None:
+    """Make data/tiny.kvsnap and data/tiny.json. Run once; the files are never made again."""
+    (DATA / "tiny.kvsnap").write_bytes(tiny_bytes())
+    (DATA / "tiny.json").write_text(json.dumps(tiny_content(), indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    write_golden()
