@@ -297,3 +297,16 @@ def test_a_tokenizer_that_strips_a_leading_space_keeps_the_words_apart() -> None
     assert streamed(tokenizer, [], [2, 3]) == ["the", " cat"]
     assert streamed(tokenizer, [2], [3, 1]) == [" cat", ""], "special tokens have no text"
     assert text_side.detokenize(tokenizer, [2, 3, 1]).endswith("</s>")
+
+
+def test_offloaded_weights_are_read_where_they_are_kept() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    plain = TransformersEngine(tiny_llama())
+    engine = TransformersEngine(accelerate.cpu_offload(tiny_llama(), execution_device=torch.device("cpu")))
+    assert engine.model.model.layers[0].mlp.up_proj.weight.device.type == "meta"
+    assert engine.identity() == plain.identity()
+    for each in (plain, engine):
+        each.prefill([1, 2, 3, 4])
+    engine.install(engine.capture())
+    assert engine.cache.layers[0].keys.device.type == "cpu"
+    assert [engine.step().id for _ in range(6)] == [plain.step().id for _ in range(6)]

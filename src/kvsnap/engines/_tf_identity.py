@@ -83,8 +83,12 @@ def _named_tensors(module: Any) -> Iterator[tuple[str, Any]]:
     Rotary frequencies count as they are used. Those that a module stretches as the text grows are the exception: what
     they are stretched from is digested, the rest follows from settings and length.
     """
-    yield from module.named_parameters()
     parts = dict(module.named_modules())
+    for name, parameter in module.named_parameters():
+        owner, _, own = name.rpartition(".")
+        # accelerate keeps offloaded weights aside and leaves an empty one in their place.
+        aside = getattr(getattr(parts[owner], "_hf_hook", None), "weights_map", None)
+        yield name, parameter if parameter.device.type != "meta" or aside is None else aside[own]
     for name, buffer in module.named_buffers():
         owner, _, own = name.rpartition(".")
         original = own[: -len("inv_freq")] + "original_inv_freq" if own.endswith("inv_freq") else ""

@@ -190,5 +190,9 @@ def _device(module: Any, default: Any) -> Any:
     parameter = _first_parameter(module)
     if parameter is not None and parameter.device.type != "meta":
         return parameter.device
-    # Offloaded weights visit the device where their layer runs.
-    return getattr(getattr(module, "_hf_hook", None), "execution_device", None) or default
+    # Offloaded weights visit the device where their module runs.
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    device = next((d for hook in hooks if (d := getattr(hook, "execution_device", None)) is not None), default)
+    if str(device) == "meta":
+        raise UnsupportedError("the weights are on the device meta, and nothing says where they are to be used")
+    return device
