@@ -17,6 +17,7 @@ import click
 import kvsnap
 from kvsnap.cli import _files, _run
 from kvsnap.cli._output import CheckFailed, examples
+from kvsnap.cli.demo import demo
 from kvsnap.errors import CompatibilityError, KvsnapError
 
 __all__ = ["main", "root", "run"]
@@ -31,6 +32,7 @@ _INTERRUPTED, _BROKEN_PIPE, _USAGE = 130, 141, 2
     "kvsnap resume story.kvsnap          # goes on at the last token, nothing is evaluated again",
     "kvsnap info story.kvsnap            # what is in it, without loading a model",
     "kvsnap verify story.kvsnap          # every byte is checked",
+    "kvsnap demo                         # the whole story on real weights, every claim checked",
 )
 def root() -> None:
     """Save, resume, rewind and inspect the live state (KV cache) of a language model.
@@ -41,7 +43,7 @@ def root() -> None:
     """
 
 
-for _command in (*_run.COMMANDS, *_files.COMMANDS):
+for _command in (*_run.COMMANDS, *_files.COMMANDS, demo):
     root.add_command(_command)
 
 
