@@ -760,3 +760,36 @@ def test_another_cache_class_is_refused_by_name() -> None:
     cache.layers[1] = Cunning()
     with pytest.raises(UnsupportedError, match="layer 1 is a Cunning, which is not supported"):
         engine.adopt(cache, [IDS])
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    for name in ("AutoModel", "AutoModelForSequenceClassification"):
+        model = getattr(transformers, name).from_config(tiny_llama().config)
+        with pytest.raises(UnsupportedError, match="no language model head"):
+            TransformersEngine(model)
+
+
+def test_a_model_whose_layers_are_not_as_its_settings_say_is_refused_and_nothing_is_kept() -> None:
+    engine = make()
+    engine._model = replace(engine._model, geometry=tuple(replace(g, heads=4) for g in engine._model.geometry))
+    with pytest.raises(
+        UnsupportedError, match=r"layer 0 does not keep k as its settings say; expected \[4, .*found \[2, "
+    ):
+        engine.prefill(IDS)
+    assert (engine.n_rows, engine.tokens) == (0, ())
+
+
+def test_a_subclass_of_a_family_is_rotated_as_the_family_is() -> None:
+    class Mine(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        pass
+
+    snapshot = TransformersEngine(Mine(tiny_llama().config).eval()).capture()
+    assert snapshot.layers[0].tensors[0].spec.pairing == "half"
+
+
+def test_interleaved_keys_are_told_from_the_function_that_turns_them() -> None:
+    snapshot = TransformersEngine(tiny_model("cohere", 0)).capture()
+    assert (snapshot.layers[0].tensors[0].spec.rope, snapshot.layers[0].tensors[0].spec.pairing) == (
+        "after",
+        "interleaved",
+    )

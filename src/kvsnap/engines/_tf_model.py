@@ -128,6 +128,8 @@ def _fresh_cache(module: Any) -> Any:
 
 
 def _refuse_unsupported(module: Any, config: Any) -> None:
+    if not module.can_generate():
+        raise UnsupportedError(f"{type(module).__name__} does not generate text: it has no language model head")
     if getattr(module.config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{config.model_type} is an encoder-decoder, which is not supported yet")
     # Its cache looks like plain attention with one head and holds a latent row and a rope row instead.
@@ -173,7 +175,8 @@ def _rope(module: Any, config: Any) -> tuple[RopeState, Pairing]:
     if not settings and getattr(config, "rope_theta", None) is None:
         return "unknown", ""
     partial = settings.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-    rotate = getattr(sys.modules[type(module).__module__], "rotate_half", None)
+    families = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+    rotate = next((f for family in families if (f := getattr(family, "rotate_half", None)) is not None), None)
     if rotate is None or partial != 1.0:
         return "unknown", ""
     found = rotate(torch.arange(4.0)).tolist()
