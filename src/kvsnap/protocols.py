@@ -16,7 +16,7 @@ from kvsnap.identity import Identity
 from kvsnap.layout import Sampler, SamplerState, Snapshot
 from kvsnap.tensors import TensorSpec
 
-__all__ = ["Codec", "Encoded", "Engine", "Installed", "Progress", "Token"]
+__all__ = ["Codec", "Encoded", "Engine", "Format", "Installed", "Loss", "Progress", "Sink", "Token"]
 
 Progress = Callable[[int, int], None]
 """Called with (done, total), in bytes or tokens, from the thread that does the work; must return quickly."""
@@ -186,6 +186,68 @@ class Codec(Protocol):
         `data` was checked against its checksum; the codec still checks every count in it against the bytes that are
         there and raises `DamagedError`. Allocates nothing that `out` and `data` do not bound.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One thing that a file format cannot hold.
+
+    `kind` is `field` (left out), `dtype` (another one is stored), `precision` (values change, by at most `bound`) or
+    `rows` (rows or positions are left out). `what` names it (`sampler`, `layers.3.index`), `detail` says it in a sentence.
+    """
+
+    kind: str
+    what: str
+    detail: str
+    bound: float = 0.0
+
+
+class Format(Protocol):
+    """A file format: how a file becomes a snapshot and back. Stateless."""
+
+    name: str
+    """Name for options and reports: `native`, `mlxkv`, `colikv`, `safetensors`."""
+    codecs: tuple[str, ...]
+    """Names that `codec=` takes, the default first."""
+
+    def sniff(self, head: bytes) -> bool:
+        """Tell from the first 64 bytes (fewer in a shorter file) whether this is such a file. Never from its name."""
+
+    def load(self, path: str, *, mmap: bool = True) -> Snapshot:
+        """Open a file. Every count is checked against the bytes that are there before anything is allocated.
+
+        Tensors may be read when they are first used. Raise `FormatError` (with offset and field), `VersionError`,
+        `DamagedError`, `MissingError`. What the file says and a snapshot has no field for is kept in `Snapshot.source`.
+        """
+
+    def loads(self, data: bytes | bytearray | memoryview) -> Snapshot:
+        """The same, from bytes."""
+
+    def losses(self, snapshot: Snapshot, *, codec: str | None = None, version: int | None = None) -> tuple[Loss, ...]:
+        """Tell what would be lost by writing this snapshot. Reads no tensor bytes."""
+
+    def write(
+        self,
+        snapshot: Snapshot,
+        sink: Sink,
+        *,
+        codec: str | None = None,
+        version: int | None = None,
+        byte_order: str | None = None,
+        progress: Progress | None = None,
+    ) -> int:
+        """Write a whole file into an empty sink, tensor by tensor; return its length in bytes.
+
+        Options that the format does not have are refused with `InputError`. What cannot be held is left out (`losses` told
+        it); what cannot be written at all raises `UnsupportedError` before anything is written.
+        """
+
+
+class Sink(Protocol):
+    """Positional writes. Ranges are written once, in any order; gaps between them are written too, later or earlier."""
+
+    def write_at(self, buffers: Sequence[Any], offset: int) -> int:
+        """Write all buffers one behind the other at `offset`; return the number of bytes. Raises `StorageError`."""
 
 
 class ChooseToken(Protocol):
