@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -20,27 +21,25 @@ def cut_entries(
 ) -> tuple[tuple[Entry, ...], int]:
     """Return the live list of the first `n_tokens` tokens and `most_rows` rows, and the position evaluated next.
 
-    An entry that is cut loses its state. Reads the tables of one or two spans. Raise `UnsupportedError` naming the
+    At the end of a turn the turn comes back whole, with its state; an entry that is cut loses its state. Reads the
+    tables of one or two records. Raise `UnsupportedError` naming the
     nearest reachable length when a layer has a state that cannot be rewound there.
     """
-    entries: list[Entry] = []
-    token = 0
-    for entry in live:
-        tokens = max(0, min(entry.n_tokens, n_tokens - token))
-        rows = max(0, min(entry.n_rows, most_rows - entry.row_start))
-        if not tokens and not rows:
-            break
-        entries.append(replace(entry, n_tokens=tokens, n_rows=rows))
-        token += entry.n_tokens
-    if not entries:
-        return (), 0
-    last = entries[-1]
-    if last != live[len(entries) - 1]:
+    ends = list(accumulate(e.n_tokens for e in live))
+    # Where turns ended, the last of them is what comes back, whole: also one that added nothing but a state.
+    count = bisect_right(ends, n_tokens)
+    entries = list(live[:count])
+    if (ends[count - 1] if count else 0) < n_tokens:
         _refuse_unless_rewindable(file, live, n_tokens)
-        table, _, _ = file.table_at(last.span, Kind.SPAN)
-        previous = entries[-2].digest if len(entries) > 1 else bytes(16)
-        digest = history_digest(previous, table.tokens[: last.n_tokens], last.n_rows)
-        entries[-1] = replace(last, state=0, digest=digest)
+        cut = live[count]
+        tokens = n_tokens - (ends[count - 1] if count else 0)
+        rows = max(0, min(cut.n_rows, most_rows - cut.row_start))
+        table, _, _ = file.table_at(cut.span, Kind.SPAN)
+        previous = entries[-1].digest if entries else bytes(16)
+        digest = history_digest(previous, table.tokens[:tokens], rows)
+        entries.append(replace(cut, n_tokens=tokens, n_rows=rows, state=0, digest=digest))
+    elif entries and entries[-1].state:
+        file.table_at(entries[-1].state, Kind.STATE)  # an old state that is damaged must not become the current one
     return tuple(entries), _position_after(file, entries)
 
 
