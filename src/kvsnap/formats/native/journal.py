@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from kvsnap.errors import ConflictError, InputError, StorageError
@@ -57,18 +57,24 @@ class Journal:
 
     @contextmanager
     def writing(self) -> Iterator[RecordWriter]:
-        """Yield a writer at the published end. When there is no room, the file is cut back to that end.
+        """Yield a writer at the published end, and cut the file back to that end after any error.
+
+        No room, a source that turns out to be damaged, an interrupt: the session stays usable.
 
         Raise `ConflictError` when the file is not the one that was opened any more.
         """
         appender = self._writable()
         writer = self._writer(appender)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._cut_back, appender)
             yield writer
-        except StorageError:
-            if not appender.poisoned:
+            undo.pop_all()
+
+    def _cut_back(self, appender: Appender) -> None:
+        if not appender.poisoned:
+            with suppress(StorageError):  # the error that brought us here is the one to tell
                 appender.truncate(self.now.footer.file_length)
-            raise
+                appender.sync()  # else a later crash could mix what is cut off here with what is written there next
 
     def _writer(self, appender: Appender) -> RecordWriter:
         now, size, end = self.now, appender.size(), self.now.footer.file_length
