@@ -82,6 +82,13 @@ def check_continues(now: Published, snapshot: Snapshot, tokens: Callable[[], tup
             expected=f"{commit.n_tokens} tokens, {commit.n_rows} rows, or more",
             found=f"{len(snapshot.tokens)} tokens, {snapshot.n_rows} rows",
         )  # fmt: skip
+    unstored = commit.n_rows + commit.n_pending - commit.n_tokens
+    found = snapshot.n_rows + snapshot.n_pending - len(snapshot.tokens)
+    if commit.n_rows and found != unstored:
+        raise InputError(
+            "the snapshot and the session count evaluated positions differently", path=path,
+            expected=f"{unstored} positions without stored ids", found=found,
+        )  # fmt: skip
     if commit.n_tokens and snapshot.tokens[: commit.n_tokens] != tokens():
         pairs = zip(tokens(), snapshot.tokens, strict=False)
         first = next(i for i, (a, b) in enumerate(pairs) if a != b)

@@ -16,7 +16,16 @@ import xxhash
 from kvsnap import codecs
 from kvsnap.errors import InputError
 from kvsnap.formats.native import schema
-from kvsnap.formats.native.tables import Commit, Entry, Part, Table, canonical_json, history_digest
+from kvsnap.formats.native.tables import (
+    MAX_COUNT,
+    MAX_POSITION,
+    Commit,
+    Entry,
+    Part,
+    Table,
+    canonical_json,
+    history_digest,
+)
 from kvsnap.layout import Snapshot, Tensor
 from kvsnap.protocols import Encoded, Progress
 from kvsnap.records import (
@@ -254,7 +263,7 @@ def state_tensors(snapshot: Snapshot) -> list[Tensor]:
 
 
 def check_counts(snapshot: Snapshot) -> None:
-    """Raise `InputError` unless tokens, runs, rows and positions of a snapshot agree."""
+    """Raise `InputError` unless tokens, runs, rows and positions of a snapshot agree and fit into the file."""
     rules: Iterable[tuple[str, int, int]] = (
         ("token runs", sum(r.count for r in snapshot.runs), len(snapshot.tokens)),
         ("position runs", sum(r.count for r in snapshot.positions), snapshot.n_rows),
@@ -267,11 +276,27 @@ def check_counts(snapshot: Snapshot) -> None:
     for what, found, expected in rules:
         if found != expected:
             raise InputError(f"snapshot: {what} do not fit", expected=expected, found=found)
+    for t in snapshot.tensors():
+        if t.spec.growth == "grow" and t.start > snapshot.row_start // t.spec.tokens_per_row:
+            first = snapshot.row_start // t.spec.tokens_per_row
+            raise InputError(f"snapshot: the first rows of {t.name} are missing", expected=first, found=t.start)
+    _check_range("token ids", snapshot.tokens, 0, MAX_COUNT)
+    _check_range("run lengths", [r.count for r in snapshot.runs], 0, MAX_COUNT)
+    _check_range("position run lengths", [r.count for r in snapshot.positions], 0, MAX_COUNT)
+    _check_range("positions", [r.start for r in snapshot.positions], -MAX_POSITION, MAX_POSITION)
+    _check_range("token_offset", [snapshot.token_offset], -MAX_POSITION, MAX_POSITION)
+    _check_range("n_pending", [snapshot.n_pending], 0, MAX_COUNT)
     if snapshot.n_pending > len(snapshot.tokens) or snapshot.n_rows + snapshot.n_pending < len(snapshot.tokens):
         raise InputError(
             "snapshot: tokens, rows and pending contradict each other",
             found=f"{len(snapshot.tokens)} tokens, {snapshot.n_rows} rows, {snapshot.n_pending} pending",
         )
+
+
+def _check_range(what: str, values: Sequence[int], low: int, high: int) -> None:
+    if values and not low <= min(values) <= max(values) <= high:
+        found = min(values) if min(values) < low else max(values)
+        raise InputError(f"snapshot: {what} out of range", expected=f"{low} to {high}", found=found)
 
 
 def write_snapshot(
