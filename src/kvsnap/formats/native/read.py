@@ -263,10 +263,8 @@ class NativeFile:
             signatures.append(table.signature if entry.n_rows == table.n_rows else b"")
             for part in table.parts:
                 source = PartSource(self.reader, sizes, part, span.payload, mapped=self.mapped)
-                kept = min(
-                    part.n_rows, max(0, (entry.row_start + entry.n_rows) // source.spec.tokens_per_row - part.row_start)
-                )
-                slices.setdefault(part.tensor, []).append(Slice(source, kept if source.spec.grows else part.n_rows))
+                kept = self._kept(source, span) if source.spec.grows else part.n_rows
+                slices.setdefault(part.tensor, []).append(Slice(source, kept))
         batch = SpanBatch(self.reader, signatures)
         tensors = {number: self._joined(specs[number], found, batch) for number, found in slices.items()}
         replaced, sampler = self.state()
@@ -296,6 +294,17 @@ class NativeFile:
             },
         )
 
+    def _kept(self, source: PartSource, span: Span) -> int:
+        """Return how many rows of a part of a growing tensor are live."""
+        part, table, per_row = source.part, span.table, source.spec.tokens_per_row
+        first, last = table.row_start // per_row, (table.row_start + table.n_rows) // per_row
+        if not first <= part.row_start <= part.row_start + part.n_rows <= last:
+            raise FormatError(
+                f"{source.what} lie outside the rows of their span", path=self.path, offset=source.offset,
+                expected=f"within [{first}, {last})",
+            )  # fmt: skip
+        return min(part.n_rows, max(0, (span.entry.row_start + span.entry.n_rows) // per_row - part.row_start))
+
     def _empty(self, spec: TensorSpec) -> Tensor:
         expected = self.commit.n_rows // spec.tokens_per_row
         if spec.growth == "grow" and expected:
@@ -310,7 +319,10 @@ class NativeFile:
             last = slices[-1].source
             return Tensor(spec, last, n_rows=last.part.n_rows, bound=last.part.bound)
         start = at = slices[0].source.part.row_start
-        for piece in slices:
+        for place, piece in enumerate(slices):
+            if piece.source.part.row_start != at and spec.growth == "window":
+                # Rows that had left the window before they were saved: what lies before them is of no use any more.
+                slices, start, at = slices[place:], piece.source.part.row_start, piece.source.part.row_start
             if piece.source.part.row_start != at:
                 raise FormatError(
                     f"{spec.name}: rows are missing between two spans", path=self.path,

@@ -264,8 +264,7 @@ class SpanBatch:
         scratch = np.empty(_SCRATCH, dtype=np.uint8)  # one for all groups: fresh memory would be paged in each time
         while place < len(columns):
             column, signature = columns[place], self._signatures[place]
-            last = column[-1].source
-            length = last.offset + last.part.stored - column[0].source.offset
+            length = max(s.source.offset + s.source.part.stored for s in column) - _lowest(column)
             stop = place + 1
             if signature and length <= _SCRATCH and all(s.source.is_plain for s in column):
                 most = min(len(columns), place + _SCRATCH // max(1, length))
@@ -284,16 +283,20 @@ class SpanBatch:
         self, group: list[tuple[Slice, ...]], scratch: npt.NDArray[np.uint8], targets: list[_Target]
     ) -> None:
         first = group[0]
-        low = first[0].source.offset
+        low = _lowest(first)
         bounds = [(s.source.offset - low, s.source.offset - low + s.source.part.stored) for s in first]
         for row, column in zip(scratch, group, strict=True):
             view = row.data
-            self._file.read_into(column[0].source.offset, view)
+            self._file.read_into(_lowest(column), view)
             for (begin, end), piece in zip(bounds, column, strict=True):
                 if xxhash.xxh3_64_intdigest(view[begin:end]) != piece.source.part.checksum:
                     raise piece.source.damage()
         for (begin, end), piece, target in zip(bounds, first, targets, strict=True):
             target.put(scratch[:, begin:end], piece.n_rows)
+
+
+def _lowest(column: Sequence[Slice]) -> int:
+    return min(s.source.offset for s in column)  # the caller asks for tensors in any order
 
 
 def _is_small(source: JoinedSource) -> bool:
