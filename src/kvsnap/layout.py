@@ -6,8 +6,11 @@ evaluated one; `token_offset` is the position that is evaluated next. Stored log
 
 from __future__ import annotations
 
+import reprlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -39,6 +42,7 @@ __all__ = [
 ]  # fmt: skip # by meaning
 
 RunKind = Literal["prompt", "generated"]
+MAX_FLOAT = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,22 @@ class PositionRun:
     count: int
 
 
+def _number(name: str, value: Any) -> float:
+    # A Python integer may be larger than any float.
+    if isinstance(value, bool) or not isinstance(value, Real) or not abs(value) <= MAX_FLOAT:  # type: ignore[operator]
+        found = reprlib.repr(value)
+        raise InputError(f"sampler setting {name} is not a number", expected="a finite number", found=found)
+    return float(value)
+
+
+def _integer(name: str, value: Any, *, optional: bool) -> int | None:
+    if value is None and optional:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InputError(f"sampler setting {name} is not a whole number", expected="an integer", found=repr(value))
+    return int(value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
     """How the next token is chosen. Applied in the order of the fields; `temperature` 0 takes the most probable token.
@@ -73,10 +93,14 @@ class Sampler:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
+        for name in ("top_k", "seed"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name), optional=name == "seed"))
         rules = (
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0, finite"),
             ("temperature", 0 <= self.temperature < float("inf"), "0 or above"),
-            ("top_k", self.top_k >= 0, "0 or above"),
+            ("top_k", 0 <= self.top_k <= 2**31, "from 0 to 2**31"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**64, "None or from 0 to 2**64 - 1"),
@@ -212,9 +236,15 @@ class Snapshot:
 
     def row_positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the positions of the rows `[start, stop)` as int64."""
-        runs = [np.arange(r.start, r.start + r.count, dtype=np.int64) for r in self.positions]
-        every = np.concatenate(runs) if runs else np.arange(self.n_rows, dtype=np.int64)
-        return every[start:stop]
+        if not self.positions:
+            return np.arange(max(0, start), min(stop, self.n_rows), dtype=np.int64)
+        pieces, at = [np.zeros(0, dtype=np.int64)], 0
+        for r in self.positions:
+            first, last = max(start, at), min(stop, at + r.count)
+            if first < last:
+                pieces.append(np.arange(r.start + first - at, r.start + last - at, dtype=np.int64))
+            at += r.count
+        return np.concatenate(pieces)
 
     def head(self, layer: int, head: int) -> Head | None:
         """Return keys and values of one head as float32 copies, or None where the layer has no such head.
@@ -227,7 +257,7 @@ class Snapshot:
         if entry.shares is not None:
             return self.head(entry.shares, head)
         k, v = entry.tensor("k") or entry.tensor("latent"), entry.tensor("v") or entry.tensor("rope")
-        if k is None or v is None or not 0 <= head < entry.num_heads:
+        if k is None or v is None or not 0 <= head < entry.num_heads or not entry.head_dim:
             return None
         positions = self.row_positions(k.start, k.start + k.n_rows)
         return Head(_head_rows(k, head), _head_rows(v, head), positions)
@@ -283,9 +313,10 @@ class Snapshot:
 
 
 def _head_rows(tensor: Tensor, head: int) -> npt.NDArray[np.float32]:
-    values = tensor.array
+    values = np.moveaxis(tensor.array, tensor.spec.row_axis, 0)
     if "head" in tensor.spec.axes:
-        values = np.take(values, head, axis=tensor.spec.axes.index("head"))
+        names = [axis for place, axis in enumerate(tensor.spec.axes) if place != tensor.spec.row_axis]
+        values = np.take(values, head, axis=1 + names.index("head"))
     return np.array(values, dtype=np.float32, order="C")
 
 

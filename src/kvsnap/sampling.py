@@ -59,7 +59,9 @@ def choose(logits: npt.NDArray[Any], history: Sequence[int], state: SamplerState
     if settings.greedy:
         token = int(np.argmax(adjusted))
     else:
-        ids, weights = _candidates(adjusted / settings.temperature, settings)
+        with np.errstate(over="ignore"):  # a tiny temperature sends all but the maximum to minus infinity
+            scaled = (adjusted - adjusted.max()) / settings.temperature
+        ids, weights = _candidates(scaled, settings)
         number, random = uniform(random)
         cumulated = np.cumsum(weights)
         token = int(ids[min(int(np.searchsorted(cumulated, number * cumulated[-1], side="right")), len(ids) - 1)])
