@@ -142,10 +142,16 @@ class Session:
         return self._history()[0]
 
     def load(self) -> Snapshot:
-        """Return the state at the last commit; tensors are read, and checked, when they are first used."""
+        """Return the state at the last commit; tensors are read, and checked, when they are first used.
+
+        Opened for reading only, this moves the session to what was published meanwhile.
+        """
         file = NativeFile(Reader(self.path), mapped=False)
-        if self._journal.appender is not None and file.end.footer != self._now.footer:
-            raise ConflictError("the file changed since it was opened", path=self.path)
+        if file.end.footer != self._now.footer:
+            if self._journal.appender is not None:
+                raise ConflictError("the file changed since it was opened", path=self.path)
+            self._journal = Journal(self.path, None, file)
+            self._tokens = self._text = None
         return file.snapshot()
 
     @property
