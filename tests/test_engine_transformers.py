@@ -370,25 +370,39 @@ def test_no_dtype_is_cast_on_the_way(dtype: str) -> None:
     assert state(other) == state(engine)
 
 
-def test_a_capture_is_a_copy_and_serves_twice() -> None:
-    engine = warmed(3)
-    snapshot = engine.capture()
-    kept = [t.array.copy() for t in snapshot.tensors()] + [snapshot.logits.array.copy()]  # type: ignore[union-attr]
-    first = ids_of(engine, 10)
+def spoil(engine: TransformersEngine) -> None:
+    """Overwrite the live rows where they lie: whoever shares the memory sees it."""
     for layer in engine.cache.layers:
         layer.keys.zero_()
-    other = make()
-    other.install(snapshot)
-    second = ids_of(other, 10)
-    for layer in other.cache.layers:
         layer.values.zero_()
+
+
+def test_a_capture_is_a_copy_and_serves_twice() -> None:
+    engine, other = warmed(3), make()
+    snapshot, control = engine.capture(), warmed(3)
+    kept = [t.array.copy() for t in snapshot.tensors()]
+    spoil(engine)
     other.install(snapshot)
-    assert first == second == ids_of(other, 10)
-    for before, tensor in zip(kept, [*snapshot.tensors(), snapshot.logits], strict=True):
-        assert tensor is not None
+    first = ids_of(other, 10)
+    other.install(snapshot)
+    spoil(other)
+    other.install(snapshot)
+    assert first == ids_of(other, 10) == ids_of(control, 10)
+    for before, tensor in zip(kept, snapshot.tensors(), strict=True):
         assert np.array_equal(before, tensor.array)
         assert tensor.array.flags.c_contiguous
         assert tensor.array.flags.writeable
+    # The logits as well.
+    engine.install(snapshot)
+    taken = engine.capture().logits
+    assert taken is not None
+    bits = taken.array.copy()
+    logits = engine._live.lines[0].logits
+    assert logits is not None
+    logits[:] = 0
+    assert np.array_equal(taken.array, bits)
+    assert snapshot.logits is not None
+    assert np.array_equal(snapshot.logits.array, bits)
 
 
 def test_a_capture_from_a_row_on_holds_the_rest() -> None:
