@@ -205,9 +205,23 @@ def tiny_content() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def write_session(path: Path) -> None:
+    """Make data/tiny_session.kvsnap: two turns, the second one lossy, a cut inside it, and one more turn."""
+    from kvsnap.session import Session
+
+    with fixed(), Session.open(path) as session:
+        session.append(snapshot((21, 22, 23), n_pending=1, n_prompt=2, text="one", sampler=SAMPLER))
+        session.append(snapshot((21, 22, 23, 24, 25, 26), n_pending=1, n_prompt=2), codec="q8")
+        session.truncate(5)
+        session.append(snapshot((21, 22, 23, 24, 25, 27), start=session.n_rows, n_prompt=2), complete=False)
+
+
 def write_golden() -> None:
-    """Make data/tiny.kvsnap and data/tiny.json. Run once; the files are never made again."""
+    """Make the files in data/. Run once; they are never made again."""
     (DATA / "tiny.kvsnap").write_bytes(tiny_bytes())
+    (DATA / "tiny_session.kvsnap").unlink(missing_ok=True)
+    write_session(DATA / "tiny_session.kvsnap")
+    (DATA / "tiny_session.kvsnap").chmod(0o644)
     (DATA / "tiny.json").write_text(json.dumps(tiny_content(), indent=1, sort_keys=True) + "\n")
 
 
