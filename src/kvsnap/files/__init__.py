@@ -191,6 +191,13 @@ class Writer:
         """Write all buffers, one behind the other, at byte `offset`; the position stays. Errors as for `write`."""
         return _put(self._checked(), self.path, self._named, buffers, offset)
 
+    def reserve(self, length: int) -> None:
+        """Take room for `length` bytes, at most those that will be written: the file is never shorter from here on.
+
+        Where the system does not offer it, nothing happens. Raise StorageError (no space, file too large).
+        """
+        system.reserve(self._checked(), self.path, length)
+
     def tell(self) -> int:
         """Return the position: the byte that the next `write` goes to."""
         return self._position

@@ -6,12 +6,14 @@ No state, and no knowledge of who records. Nothing outside `kvsnap.files` import
 from __future__ import annotations
 
 import contextlib
+import ctypes  # numpy has imported it already
 import errno
 import os
 import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -233,6 +235,38 @@ def sync(fd: int, path: str, *, data_only: bool) -> None:
             os.fsync(fd)
     except OSError as error:
         raise translate(error, path, "sync") from error
+
+
+@cache
+def _fallocate() -> Callable[[int, int, int, int], int] | None:
+    # Not os.posix_fallocate: where the file system cannot, the C library would write to every block instead.
+    if sys.platform != "linux":
+        return None
+    try:
+        call = ctypes.CDLL(None, use_errno=True).fallocate64
+    except (AttributeError, OSError):
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+    def allocate(fd: int, mode: int, offset: int, length: int) -> int:
+        return ctypes.get_errno() if call(fd, mode, offset, length) else 0
+
+    return allocate
+
+
+def reserve(fd: int, path: str, length: int) -> bool:
+    """Take room for `length` bytes at once, the file growing to that length; return False where that is not offered.
+
+    Writing into room that was taken costs less than growing a file piece by piece, and a lack of it shows before the
+    first byte. Raise StorageError when there is no room.
+    """
+    call = _fallocate()
+    if call is None or length <= 0:
+        return False
+    code = call(fd, 0, 0, length)
+    if code in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+        raise translate(OSError(code, os.strerror(code)), path, "write")
+    return code == 0
 
 
 def set_mode(fd: int, mode: int) -> None:

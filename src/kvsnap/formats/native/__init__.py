@@ -20,6 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 NAME = "native"
+_RESERVE_FROM = 1 << 20
 
 
 def sniff(head: bytes) -> bool:
@@ -41,7 +42,20 @@ def save(
     """
     name = codecs.codec_of_name(codec or "exact").name
     with replacing(path, sync=sync) as writer:
+        least = _least(snapshot, name)
+        if least >= _RESERVE_FROM:
+            writer.reserve(least)
         return write_snapshot(snapshot, writer, codec=name, path=os.fspath(path), progress=progress)
+
+
+def _least(snapshot: Snapshot, wanted: str) -> int:
+    """Return bytes that the parts take at least."""
+    least = 0
+    for tensor in snapshot.tensors():
+        codec = codecs.codec_for(wanted, tensor.spec)
+        stored = codec.stored_size(tensor.spec, tensor.n_rows)
+        least += -(-tensor.nbytes // codec.expansion) if stored is None else stored
+    return least
 
 
 def dumps(snapshot: Snapshot, *, codec: str | None = None) -> bytes:
