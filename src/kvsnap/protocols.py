@@ -193,7 +193,8 @@ class Loss:
     """One thing that a file format cannot hold.
 
     `kind` is `field` (left out), `dtype` (another one is stored), `precision` (values change, by at most `bound`) or
-    `rows` (rows or positions are left out). `what` names it (`sampler`, `layers.3.index`), `detail` says it in a sentence.
+    `rows` (rows or positions are left out). `what` names it (`sampler`, `layers.3.index`), `detail` says it in a
+    sentence.
     """
 
     kind: str
@@ -238,8 +239,8 @@ class Format(Protocol):
     ) -> int:
         """Write a whole file into an empty sink, tensor by tensor; return its length in bytes.
 
-        Options that the format does not have are refused with `InputError`. What cannot be held is left out (`losses` told
-        it); what cannot be written at all raises `UnsupportedError` before anything is written.
+        Options that the format does not have are refused with `InputError`. What cannot be held is left out (`losses`
+        told it); what cannot be written at all raises `UnsupportedError` before anything is written.
         """
 
 
