@@ -87,6 +87,7 @@ def _heat(picture: HeatMap, colours: Mapping[str, str], figure: Any) -> None:
     )  # fmt: skip
     axes.set_xlabel(picture.x)
     axes.set_ylabel(picture.y)
+    axes.yaxis.get_major_locator().set_params(integer=True)
     bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=28)
     bar.outline.set_visible(False)
     bar.set_label(picture.scale, color=colours[_INK])
@@ -110,7 +111,9 @@ def _draw(picture: Picture, colours: Mapping[str, str], write: Callable[[Any], N
     import matplotlib as mpl  # noqa: PLC0415 # an extra
     from matplotlib.figure import Figure  # noqa: PLC0415 # and not pyplot: no window, no state of the process
 
-    height = 0.9 + 0.42 * len(picture.values) if isinstance(picture, Bars) else 4.2
+    height = 4.2
+    if isinstance(picture, Bars):
+        height = 0.9 + (0.42 if len(picture.values) <= 8 else 0.27) * len(picture.values)
     settings = {"svg.fonttype": "none", "svg.hashsalt": "kvsnap", "font.family": "sans-serif", "font.size": 10}
     with mpl.rc_context(settings):
         figure = Figure(figsize=(8, height), layout="constrained")

@@ -89,16 +89,20 @@ def run(args: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if args is None else args)
     as_json = "--json" in given[: given.index("--") if "--" in given else len(given)]
     try:
-        code = root.main(args=given, prog_name="kvsnap", standalone_mode=False)
+        # Not root.main: it has a rim of its own, which prints, and ends the process on a broken pipe.
+        with root.make_context("kvsnap", given) as context:
+            root.invoke(context)
         sys.stdout.flush()
+    except click.exceptions.Exit as done:
+        return done.exit_code
     except CheckFailed as failure:
         return failure.exit_code
     except KvsnapError as error:
         return _fail(error.exit_code, _error_data(error), _error_text(error), as_json=as_json)
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message())
-        return _USAGE
     except click.ClickException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 and newer; before, help is printed at once
+            print(error.format_message())
+            return _USAGE
         command = getattr(getattr(error, "ctx", None), "command_path", "kvsnap")
         message = error.format_message()
         data = {"kind": "usage", "message": message, "exit_code": _USAGE}
@@ -111,7 +115,7 @@ def run(args: Sequence[str] | None = None) -> int:
         return _BROKEN_PIPE
     except Exception as error:  # noqa: BLE001 # the rim: whatever gets here is a bug, and the user sees one line
         return _bug(error, as_json=as_json)
-    return code if isinstance(code, int) else 0
+    return 0
 
 
 def main() -> None:

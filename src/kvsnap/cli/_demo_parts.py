@@ -105,7 +105,7 @@ def state_digest(engine: Engine) -> str:
     snapshot = engine.capture()
     total = hashlib.sha256(repr((snapshot.tokens, snapshot.n_rows, snapshot.sampler)).encode())
     for tensor in (*snapshot.tensors(), *([snapshot.logits] if snapshot.logits else [])):
-        total.update(memoryview(np.ascontiguousarray(tensor.array).view(np.uint8)))
+        total.update(np.ascontiguousarray(tensor.array).view(np.uint8).data)
     return total.hexdigest()[:32]
 
 

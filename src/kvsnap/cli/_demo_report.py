@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-import importlib.util
+import importlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -27,11 +27,11 @@ body { margin: 0; background: var(--paper); color: var(--ink);
 main { max-width: 56rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .4rem; } h2 { font-size: 1.15rem; margin: 0 0 .5rem; }
 p { margin: .35rem 0; } .quiet { color: var(--quiet); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .8rem; margin: 1.6rem 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.4rem, 1fr)); gap: .8rem; margin: 1.6rem 0; }
 .tile, section { background: var(--card); border: 1px solid var(--line); border-radius: .7rem; }
-.tile { padding: .9rem 1.1rem; } .tile b { display: block; font-size: 1.65rem; line-height: 1.25; }
+.tile { padding: .9rem 1.1rem; } .tile b { display: block; font-size: 1.5rem; line-height: 1.25; }
 .tile span { color: var(--quiet); font-size: .88rem; }
-section { padding: 1.1rem 1.3rem; margin: 1rem 0; } 
+section { padding: 1.1rem 1.3rem; margin: 1rem 0; }
 section svg { display: block; width: 100%; height: auto; margin: .8rem 0; }
 ul { list-style: none; padding: 0; margin: .8rem 0 0; } li { padding: .1rem 0 .1rem 1.6rem; position: relative; }
 li::before { content: "✓"; position: absolute; left: .2rem; color: var(--good); font-weight: 700; }
@@ -60,14 +60,14 @@ def _pictures(steps: Sequence[Step], norms: Any) -> dict[int, dict[str, Any]]:
     appends = {"first commit": (grown["first_bytes"] / 1e6, size(grown["first_bytes"]))}
     for number, turn in enumerate(grown["turns"], 1):
         appends[f"turn {number}"] = (turn["written"] / 1e6, f"{size(turn['written'])} for {turn['tokens']} tokens")
-    moved = {f"step {n}": (max(value, 1e-12), f"{value:.1e}") for n, value in enumerate(small["kl"], 1)}
+    moved = {f"step {n}": (value, f"{value:.1e}") for n, value in enumerate(small["kl"], 1)}
     positions = (0.0, float(steps[0].facts["prompt_tokens"] + steps[0].facts["generated_tokens"] // 2))
     return {
         2: {"first-token": Bars("Time to the first token", "seconds (logarithmic)", times, (1, 3, 2), True)},
         4: {
             "sizes": Bars("Size of the file", "MB", sizes, (1, 2)),
-            "q8-moved": Bars("How far q8 moved the next-token distribution", "KL, nats (logarithmic)", moved,
-                             (1,) * len(moved), True),
+            "q8-moved": Bars("How far q8 moved the next-token distribution", "KL, nats", moved,
+                             (1,) * len(moved)),
         },
         5: {"appends": Bars("Bytes written by each commit", "MB", appends, (2, *(1,) * len(grown["turns"])))},
         1: {"key-norms": HeatMap("What is in the file: length of the keys", "position", "layer", "mean over heads",
@@ -97,7 +97,7 @@ def _page(run: Run, steps: Sequence[Step], drawn: dict[int, list[str]], taken: f
     tiles = (
         (f"{went['speedup']:,.0f} ×", "faster to the first token than evaluating again"),
         (f"{went['first_forwards']}", "forward passes for the first token"),
-        (f"{small['ratio']:.2f} ×", f"smaller as q8; moved by {small['kl_mean']:.1e} nats"),
+        (f"{small['ratio']:.2f} ×", "smaller as q8"),
         (size(max(t["written"] for t in grown["turns"])), f"at most for a turn, on {size(grown['first_bytes'])}"),
         (f"{held} of {total}", "claims checked and held"),
     )
@@ -119,11 +119,19 @@ def _page(run: Run, steps: Sequence[Step], drawn: dict[int, list[str]], taken: f
     )
 
 
+def _has_matplotlib() -> bool:
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError:
+        return False
+    return True
+
+
 def write_report(run: Run, steps: Sequence[Step], norms: Any, taken: float) -> dict[str, str]:
     """Write the page and its pictures (without matplotlib: the page alone); return name to path."""
     made: dict[str, str] = {}
     drawn: dict[int, list[str]] = {}
-    if importlib.util.find_spec("matplotlib") is not None:
+    if _has_matplotlib():
         from kvsnap.plots import png, svg
 
         for number, pictures in _pictures(steps, norms).items():

@@ -54,7 +54,7 @@ def read_and_save(run: Run) -> Step:
     step.say(f"This process then went on for {run.half} more tokens: the run that was never interrupted.")
     step.facts.update(prompt_tokens=n, generated_tokens=2 * run.half, prefill_s=prefill_s, save_s=save_s,
                       load_s=run.load_s, file_bytes=saved.nbytes, tensor_bytes=saved.tensor_bytes)  # fmt: skip
-    step.check(f"the file holds all {n + run.half} tokens, every one evaluated",
+    step.check(f"the file holds all {n + run.half:,} tokens, every one evaluated",
                saved.n_tokens == saved.n_rows == n + run.half,
                f"{saved.n_tokens} tokens, {saved.n_rows} rows")  # fmt: skip
     step.check("every byte of it fits its checksum, and it is exact", checked.ok and saved.exact, str(checked.damages))
@@ -91,7 +91,7 @@ def go_on(run: Run, dtype: str | None, attention: str | None) -> Step:
     total = len(run.prompt) + run.half
     step.check("it is another process", found["pid"] != os.getpid())
     step.check("the first token needed no forward pass", found["first_forwards"] == 0, str(found["first_forwards"]))
-    step.check(f"all {total} tokens were reused, none recomputed", (found["reused"], found["recomputed"]) == (total, 0),
+    step.check(f"all {total:,} tokens were reused, none recomputed", (found["reused"], found["recomputed"]) == (total, 0),
                f"{found['reused']} reused, {found['recomputed']} recomputed")  # fmt: skip
     step.check(f"{run.half} tokens took {run.half - 1} forward passes", found["forwards"] == run.half - 1,
                str(found["forwards"]))  # fmt: skip
@@ -129,7 +129,7 @@ def sweep(run: Run) -> Step:
     expected = sum(len(c.tokens) - 1 for c in found)
     step.say(f"All three together took {seconds(taken)}.")
     step.facts.update(continuations=rows, forwards=len(heard.digests), seconds=taken)
-    tokens = f"{expected + len(found)} tokens, none for the {len(snapshot.tokens)} before"
+    tokens = f"{expected + len(found)} tokens, none for the {len(snapshot.tokens):,} before"
     step.check(f"{expected} forward passes for {tokens}",
                len(heard.digests) == expected == sum(c.forwards for c in found), str(len(heard.digests)))  # fmt: skip
     return step

@@ -143,7 +143,7 @@ class _Story:
             self._console.print(f"   {size(os.path.getsize(path)):>9}  {path}", soft_wrap=True)
         total = sum(os.path.getsize(p) for p in paths)
         self._console.print(f"   {size(total):>9}  in all\n")
-        if not pictures:
+        if len(pictures) == 1:
             remark("no pictures: pip install 'kvsnap[plots]'")
         verdict = "[bold green]Every claim held.[/bold green]" if ok else "[bold red]A claim FAILED.[/bold red]"
         self._console.print(f"{verdict} {count(len(paths), 'file')}, {seconds(taken)}.")

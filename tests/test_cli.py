@@ -1,0 +1,443 @@
+"""The command line on files, without torch: what it prints, its JSON, its exit codes, and that nothing else changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+
+import kvsnap
+from kvsnap.cli import root, run
+from kvsnap.cli._model import parse_sampler, sampler_state
+from kvsnap.errors import InputError
+from kvsnap.layout import Sampler
+from kvsnap.session import Session
+from synthetic import SAMPLER, snapshot
+
+TOKENS = (11, 12, 13, 14, 15, 16)
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.out)  # fails when anything else stands on stdout
+
+
+Call = Callable[..., Done]
+
+
+@pytest.fixture
+def kv(capsys: pytest.CaptureFixture[str]) -> Call:
+    def call(*args: object) -> Done:
+        capsys.readouterr()
+        code = run([str(a) for a in args])
+        return Done(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> Path:
+    path = tmp_path / "sealed.kvsnap"
+    kvsnap.save(
+        snapshot(TOKENS, layers=2, n_prompt=4, sampler=SAMPLER, text="a [small]\nexample", metadata={"title": "t"}),
+        path,
+    )
+    return path
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Path:
+    path = tmp_path / "session.kvsnap"
+    with Session.open(path) as opened:
+        opened.append(snapshot(TOKENS[:4], text="four"))
+        opened.append(snapshot(TOKENS, n_prompt=4, text="four six"), complete=False)
+    return path
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# -- the program -----------------------------------------------------------------------------------------------------
+
+
+def test_every_command_explains_itself_with_examples(kv: Call) -> None:
+    assert kv("--help").code == 0
+    assert set(root.commands) == {
+        "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo",
+    }  # fmt: skip
+    for name, command in root.commands.items():
+        shown = kv(name, "--help")
+        assert shown.code == 0
+        assert "Examples:" in shown.out
+        assert f"kvsnap {name}" in shown.out.split("Examples:")[1]
+        assert "--json" in shown.out
+        assert all(p.help for p in command.params if isinstance(p, click.Option))
+
+
+def test_the_page_of_the_docs_names_every_command_and_option() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "cli.md").read_text(encoding="utf-8")
+    for name, command in root.commands.items():
+        section = page.split(f"## `{name}`", 1)
+        assert len(section) == 2, name
+        text = section[1].split("\n## ", 1)[0]
+        for option in command.params:
+            if isinstance(option, click.Option) and option.name not in ("as_json", "help"):
+                shared = {"model", "dtype", "attention", "accept", "max_tokens", "codec"} | set(Sampler.__slots__)
+                where = page if option.name in shared else text
+                assert f"`{option.opts[-1]}" in where or f"{option.opts[0]}" in where, (name, option.opts)
+
+
+def test_the_library_loads_no_command_line_and_the_command_line_no_torch() -> None:
+    code = "import sys, kvsnap; print([m for m in ('click', 'rich', 'torch') if m in sys.modules]); import kvsnap.cli; "
+    code += "print([m for m in ('rich', 'torch', 'transformers', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "[]"]
+
+
+def test_python_dash_m_runs_it(sealed: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvsnap", "info", str(sealed), "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["n_tokens"] == 6
+
+
+def test_wrong_usage_is_2(kv: Call) -> None:
+    for args in (("no-such-command",), ("info",), ("info", "a", "--no-such"), ("head", "f", "x", "1")):
+        done = kv(*args)
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith("kvsnap: ")
+        assert done.err.count("\n") == 1
+    done = kv("info", "--json")
+    assert done.code == 2
+    assert done.data["error"]["kind"] == "usage"
+
+
+def test_a_bug_is_1_and_asks_for_a_report(kv: Call, sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: str) -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(kvsnap, "inspect", broken)
+    done = kv("info", sealed)
+    assert done.code == 1
+    assert "report" in done.err
+    assert "ZeroDivisionError: oh" in done.err
+    assert "Traceback" not in done.err
+    assert kv("info", sealed, "--json").data["error"]["kind"] == "bug"
+    monkeypatch.setenv("KVSNAP_DEBUG", "1")
+    assert "Traceback" in kv("info", sealed).err
+
+
+def test_an_interrupt_is_130(kv: Call, sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kvsnap, "inspect", interrupted)
+    done = kv("info", sealed)
+    assert (done.code, done.err) == (130, "kvsnap: interrupted\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGPIPE")
+def test_a_broken_pipe_is_quiet(tmp_path: Path) -> None:
+    path = tmp_path / "long.kvsnap"
+    kvsnap.save(snapshot(TOKENS, text="long " * 400_000), path)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "kvsnap", "cat", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.close()
+    assert child.stderr.read() == b""
+    child.stderr.close()
+    assert child.wait() == 141
+
+
+# -- files that are not what they should be --------------------------------------------------------------------------
+
+
+def newer(path: Path) -> None:
+    """Raise the major version in the header, with its checksum put right: what a newer release would write."""
+    import xxhash
+
+    raw = bytearray(path.read_bytes())
+    raw[8:10] = (2).to_bytes(2, "little")
+    spot = next(
+        n for n in range(16, 128)
+        if path.read_bytes()[n : n + 8] == xxhash.xxh3_64_intdigest(path.read_bytes()[:n]).to_bytes(8, "little")
+    )  # fmt: skip
+    raw[spot : spot + 8] = xxhash.xxh3_64_intdigest(bytes(raw[:spot])).to_bytes(8, "little")
+    path.write_bytes(raw)
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-700])
+
+
+def not_ours(path: Path) -> None:
+    path.write_bytes(b"some other file, long enough to have a header" * 20)
+
+
+COMMANDS = ("info", "cat", "verify", "log", "check", "resume", "sweep", "truncate", "head")
+MORE = {"truncate": ["2", "-o", "new.kvsnap"], "head": ["0", "0"], "sweep": ["--sampler", "greedy"]}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("spoil", "code", "kind"),
+    [(newer, 5, "version"), (cut_off, 6, "damaged"), (not_ours, 4, "format"), (Path.unlink, 3, "missing")],
+)
+def test_a_bad_file_is_told_by_its_exit_code(
+    kv: Call, sealed: Path, command: str, spoil: Callable[[Path], None], code: int, kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(sealed.parent)
+    spoil(sealed)
+    before = digest(sealed) if sealed.exists() else ""
+    done = kv(command, sealed, *MORE.get(command, []))
+    assert (done.code, done.out) == (code, "")
+    assert done.err.startswith("kvsnap: ")
+    assert "sealed.kvsnap" in done.err
+    data = kv(command, sealed, *MORE.get(command, []), "--json").data
+    assert (data["files"][0] if command == "verify" else data)["error"]["kind"] == kind
+    assert (digest(sealed) if sealed.exists() else "") == before
+    assert not Path("new.kvsnap").exists()
+
+
+def test_without_torch_one_line_says_what_to_install(
+    kv: Call, tmp_path: Path, sealed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for args in (
+        ("generate", "hello"),
+        ("resume", sealed),
+        ("check", sealed),
+        ("sweep", sealed, "--sampler", "greedy"),
+    ):
+        done = kv(*args, "--model", model)
+        assert (done.code, done.out) == (11, "")
+        assert "pip install 'kvsnap[transformers]'" in done.err
+        assert done.err.count("\n") == 1
+
+
+# -- where a result would go is checked before the work --------------------------------------------------------------
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("a model was loaded before the arguments were checked")
+
+    for module in ("_run", "_model"):
+        monkeypatch.setattr(f"kvsnap.cli.{module}.open_engine", loaded)
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["generate", ""], 2, "the prompt is empty"),
+        (["generate"], 2, "the prompt is empty"),
+        (["generate", "x", "--prompt-file", "y"], 2, "not both"),
+        (["generate", "--prompt-file", "gone.txt"], 3, "no such prompt file"),
+        (["generate", "x", "--max-tokens", "0"], 2, "expected 1 or more, found 0"),
+        (["generate", "x", "--temperature", "-1"], 2, "temperature is out of range"),
+        (["generate", "x", "--top-p", "0"], 2, "top_p is out of range"),
+        (["generate", "x", "--save", "gone/x.kvsnap"], 3, "gone: no such directory"),
+        (["generate", "x", "--save", "."], 2, "directory"),
+        (["generate", "x", "--save", "session.kvsnap"], 2, "a session is not replaced"),
+        (["generate", "x", "--session", "gone/x.kvsnap"], 3, "gone: no such directory"),
+        (["generate", "x", "--session", "sealed.kvsnap"], 2, "a sealed snapshot takes no further turn"),
+        (["resume", "sealed.kvsnap", "--append"], 2, "a sealed snapshot takes no further turn"),
+        (["resume", "sealed.kvsnap", "--save", "gone/x.kvsnap"], 3, "gone: no such directory"),
+        (["resume", "sealed.kvsnap", "--save", "session.kvsnap"], 2, "a session is not replaced"),
+        (["resume", "sealed.kvsnap", "--max-tokens", "0"], 2, "expected 1 or more, found 0"),
+        (["resume", "sealed.kvsnap", "--prompt", ""], 2, "the prompt is empty"),
+        (["resume", "sealed.kvsnap", "--chat"], 2, "--chat needs"),
+        (["resume", "empty.kvsnap"], 2, "holds no tokens"),
+        (["sweep", "sealed.kvsnap"], 2, "--sampler"),
+        (["sweep", "sealed.kvsnap", "--sampler", "heat=1"], 2, "found heat=1"),
+        (["sweep", "sealed.kvsnap", "--sampler", "seed=x"], 2, "seed is no number"),
+        (["sweep", "sealed.kvsnap", "--sampler", "greedy", "--max-tokens", "0"], 2, "1 or more, found 0"),
+        (["head", "sealed.kvsnap", "0", "0", "-o", "x.txt"], 2, ".npy or .npz"),
+        (["head", "sealed.kvsnap", "0", "0", "-o", "gone/x.npy"], 3, "gone: no such directory"),
+        (["head", "sealed.kvsnap", "9", "0"], 2, "no such layer; expected 0 to 1, found 9"),
+        (["head", "sealed.kvsnap", "0", "2"], 2, "expected 0 to 1, found 2"),
+        (["truncate", "sealed.kvsnap", "2"], 2, "-o NEW"),
+        (["truncate", "session.kvsnap", "7"], 2, "expected 0 to 6, found 7"),
+        (["truncate", "sealed.kvsnap", "2", "-o", "session.kvsnap"], 2, "a session is not replaced"),
+        (["truncate", "sealed.kvsnap", "2", "-o", "gone/x"], 3, "gone: no such directory"),
+        (["reset", "sealed.kvsnap"], 2, "a sealed snapshot is never changed"),
+        (["cat", "sealed.kvsnap", "--prompt-only"], 2, "--model"),
+        (["demo", "--half", "1"], 2, "--half is too small"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused_before_the_work(
+    kv: Call, sealed: Path, session: Path, args: list[str], code: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sealed.parent)
+    kvsnap.save(kvsnap.Snapshot(), "empty.kvsnap")
+    before = {p.name: digest(p) for p in sealed.parent.iterdir()}
+    done = kv(*args)
+    assert (done.code, done.out) == (code, "")
+    assert says in done.err
+    assert done.err.count("\n") == 1
+    if "cat" not in args:  # which gives no text then, and the ids
+        assert kv(*args, "--json").data["error"]["exit_code"] == code
+    assert {p.name: digest(p) for p in sealed.parent.iterdir()} == before
+
+
+# -- info, cat, head -------------------------------------------------------------------------------------------------
+
+
+def test_info_tells_what_is_there(kv: Call, sealed: Path, session: Path) -> None:
+    shown = kv("info", sealed)
+    assert shown.code == 0
+    for text in ("synthetic", "6 (4 prompt, 2 generated)", "exact", "temperature 0.75", "seed 7, 3 numbers drawn",
+                 "2 digests", "no forward pass", "sealed"):  # fmt: skip
+        assert text in shown.out
+    data = kv("info", sealed, "--json").data
+    assert (data["n_tokens"], data["n_prompt"], data["num_heads"], data["use"]) == (6, 4, 2, "snapshot")
+    assert data == json.loads(json.dumps(kvsnap.inspect(sealed).to_dict()))
+    assert "last turn cut off" in kv("info", session).out
+
+
+def test_info_names_the_loss_of_q8(kv: Call, sealed: Path) -> None:
+    small = sealed.with_name("small.kvsnap")
+    report = kvsnap.save(kvsnap.load(sealed), small, codec="q8")
+    assert f"not exact: values off by up to {report.bound:.3g}" in kv("info", small).out
+
+
+def test_cat_prints_text_or_tokens(kv: Call, sealed: Path) -> None:
+    assert kv("cat", sealed).out == "a [small]\nexample\n"
+    assert kv("cat", sealed, "--tokens").out == "prompt: 11 12 13 14\ngenerated: 15 16\n"
+    assert kv("cat", sealed, "--tokens", "--generated-only").out == "generated: 15 16\n"
+    data = kv("cat", sealed, "--json").data
+    assert data["text"] == "a [small]\nexample"
+    assert data["runs"] == [{"kind": "prompt", "tokens": [11, 12, 13, 14]}, {"kind": "generated", "tokens": [15, 16]}]
+    assert kv("cat", sealed, "--prompt-only", "--json").data["n_tokens"] == 4
+    assert kv("cat", sealed, "--prompt-only", "--generated-only").code == 2
+
+
+def test_head_shows_and_exports_the_same_values_as_the_library(kv: Call, sealed: Path, tmp_path: Path) -> None:
+    head = kvsnap.load(sealed).head(1, 1)
+    assert head is not None
+    data = kv("head", sealed, 1, 1, "--json").data
+    assert data["shape"] == [6, 4]
+    assert data["positions"] == [0, 5]
+    assert data["k"]["max"] == pytest.approx(float(head.k.max()))
+    assert data["v"]["mean norm"] == pytest.approx(float(np.linalg.norm(head.v, axis=1).mean()))
+    assert data["k"] != kv("head", sealed, 0, 1, "--json").data["k"]
+    assert "6 rows of 4" in kv("head", sealed, 1, 1).out
+    kv("head", sealed, 1, 1, "-o", tmp_path / "x.npy")
+    assert np.array_equal(np.load(tmp_path / "x.k.npy"), head.k)
+    assert np.array_equal(np.load(tmp_path / "x.v.npy"), head.v)
+    assert kv("head", sealed, 1, 1, "-o", tmp_path / "x.npz", "--json").data["written"] == [str(tmp_path / "x.npz")]
+    with np.load(tmp_path / "x.npz") as held:
+        assert np.array_equal(held["k"], head.k)
+        assert held["positions"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+# -- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_says_whole_or_names_what_is_lost(kv: Call, sealed: Path, session: Path) -> None:
+    done = kv("verify", sealed, session)
+    assert done.code == 0
+    assert done.out.count(": whole, ") == 2
+    k = kvsnap.load(sealed).head(0, 0)
+    assert k is not None
+    raw = bytearray(sealed.read_bytes())
+    place = raw.index(k.k[2].tobytes())
+    raw[place] ^= 1
+    sealed.write_bytes(raw)
+    done = kv("verify", sealed, session)
+    assert done.code == 6
+    assert "DAMAGED" in done.out
+    assert "layer0.k" in done.out
+    assert "tokens [0, 6)" in done.out
+    data = kv("verify", sealed, session, "--json").data
+    assert (data["ok"], [f["ok"] for f in data["files"]]) == (False, [False, True])
+    assert data["files"][0]["damages"][0]["tensor"] == "layer0.k"
+
+
+def test_verify_goes_on_after_a_file_that_it_cannot_open(kv: Call, sealed: Path) -> None:
+    done = kv("verify", sealed.with_name("gone"), sealed)
+    assert done.code == 3
+    assert "gone" in done.err
+    assert "whole" in done.out
+
+
+# -- sessions --------------------------------------------------------------------------------------------------------
+
+
+def test_log_lists_turns_and_marks_the_one_cut_off(kv: Call, session: Path) -> None:
+    turns = kv("log", session, "--json").data["turns"]
+    assert [(t["operation"], t["complete"], t["n_tokens"]) for t in turns] == [
+        ("reset", True, 0), ("append", True, 4), ("append", False, 6),
+    ]  # fmt: skip
+    assert kv("log", session).out.count("cut off") == 1
+
+
+def test_truncate_and_reset_are_turns_of_their_own(kv: Call, session: Path) -> None:
+    data = kv("truncate", session, 4, "--json").data
+    assert (data["tokens_before"], data["tokens"]) == (6, 4)
+    assert data["written"] > 0
+    assert kvsnap.load(session).tokens == TOKENS[:4]
+    assert "4 -> 0 tokens" in kv("reset", session).out
+    assert kvsnap.load(session).tokens == ()
+    assert [t["operation"] for t in kv("log", session, "--json").data["turns"]][-2:] == ["truncate", "reset"]
+
+
+def test_truncate_writes_the_start_of_a_sealed_file_as_a_new_one(kv: Call, sealed: Path) -> None:
+    before = digest(sealed)
+    new = sealed.with_name("new.kvsnap")
+    assert kv("truncate", sealed, 3, "-o", new).code == 0
+    assert kvsnap.load(new).tokens == TOKENS[:3]
+    assert digest(sealed) == before
+
+
+def test_a_session_in_use_is_busy(kv: Call, session: Path) -> None:
+    with Session.open(session):
+        done = kv("truncate", session, 4)
+    assert done.code == 9
+    assert kvsnap.load(session).tokens == TOKENS
+
+
+# -- sampler settings ------------------------------------------------------------------------------------------------
+
+
+def test_sampler_settings_are_read_from_text() -> None:
+    assert parse_sampler("temperature=0.7, top-p=0.9,seed=1") == Sampler(temperature=0.7, top_p=0.9, seed=1)
+    assert parse_sampler("greedy") == Sampler()
+    with pytest.raises(InputError, match="one of repetition_penalty, temperature"):
+        parse_sampler("warmth=1")
+
+
+def test_changed_settings_keep_the_saved_random_numbers_unless_a_seed_is_given() -> None:
+    assert sampler_state(SAMPLER, {}) is None
+    changed = sampler_state(SAMPLER, {"temperature": 1.5})
+    assert changed is not None
+    assert changed.random == SAMPLER.random
+    assert (changed.settings.temperature, changed.settings.top_k) == (1.5, SAMPLER.settings.top_k)
+    fresh = sampler_state(SAMPLER, {"seed": 3})
+    assert fresh is not None
+    assert (fresh.random.seed, fresh.random.draws) == (3, 0)
