@@ -177,6 +177,10 @@ class Tensor:
             self._array = self._values.array()
         return self._array
 
+    def values(self) -> Array:
+        """Return the values without keeping them: for a pass over tensors that are larger than memory together."""
+        return self._values.array() if self._array is None else self._array
+
     @property
     def source(self) -> Source:
         """Where the bytes come from. Only a tensor that was made from a source has one."""

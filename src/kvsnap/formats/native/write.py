@@ -115,7 +115,7 @@ class _Encoded:
 def _encode(tensor: Tensor, wanted: str) -> _Encoded:
     spec = tensor.spec
     codec = codecs.codec_for(wanted, spec)
-    encoded: Encoded = codec.encode(spec, tensor.array)
+    encoded: Encoded = codec.encode(spec, tensor.values())
     digest = xxhash.xxh3_64()
     for buffer in encoded.buffers:
         digest.update(_bytes_of(buffer))
