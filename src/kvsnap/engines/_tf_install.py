@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +13,13 @@ from kvsnap.engines._tf_state import Line, check_ids, check_room
 from kvsnap.errors import CompatibilityError, InputError, UnsupportedError
 from kvsnap.layout import PositionRun, Snapshot
 from kvsnap.protocols import Progress
-from kvsnap.tensors import Layer, Tensor, TensorSpec
+from kvsnap.tensors import Layer, Tensor, TensorSpec, read_all
 
 __all__ = ["build_cache", "check_snapshot", "line_of"]
 
 # The kind that every layer of a supported model has; with further kinds it becomes a question to each layer.
 _KIND = KINDS["DynamicLayer"]
+_HELD_TWICE = 256 << 20
 
 
 def check_snapshot(snapshot: Snapshot, model: Model, dtype: str, *, cast: bool) -> None:
@@ -103,51 +102,60 @@ def build_cache(
 
     Raise what the tensors raise when their bytes are damaged; nothing else has changed then.
     """
+    import torch
+
     cache = model.fresh_cache()
     if n_rows == 0:
         return cache
-    reader = _Reader(dtype, n_rows, sum(layer.nbytes for layer in snapshot.layers), progress)
     name = dtype_of(dtype, "the cache")
-    jobs: list[list[Future[Any]]] = []
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for layer, device, geometry in zip(snapshot.layers, model.devices(), model.geometry, strict=True):
-                roles = [spec.role for spec in _KIND.specs(layer.index, 0, geometry, name)]
-                tensors = [next(t for t in layer.tensors if t.role == role) for role in roles]
-                jobs.append([pool.submit(reader.read, tensor, device) for tensor in tensors])
-            read = [[job.result() for job in of_layer] for of_layer in jobs]
-        finally:
-            # After the first failure the rest need not be read.
-            for job in (job for of_layer in jobs for job in of_layer):
-                job.cancel()
-    for index, found in enumerate(read):
-        layer = layer_at(cache, index)
-        kind_of(layer, index).write(layer, found)
+    wanted = [
+        (next(t for t in layer.tensors if t.role == spec.role), torch.device(device))
+        for layer, device, geometry in zip(snapshot.layers, model.devices(), model.geometry, strict=True)
+        for spec in _KIND.specs(layer.index, 0, geometry, name)
+    ]
+    read = [memory[:, :, :n_rows] for memory in _read(wanted, dtype, workers, progress)]
+    share = len(wanted) // len(snapshot.layers)
+    for index in range(len(snapshot.layers)):
+        target = layer_at(cache, index)
+        kind_of(target, index).write(target, read[index * share : (index + 1) * share])
     return cache
 
 
-class _Reader:
-    """Reads one tensor after another; used from several threads at once."""
+def _read(wanted: Sequence[tuple[Tensor, Any]], dtype: Any, workers: int, progress: Progress | None) -> list[Any]:
+    """Read tensors into memory of their own, each on its device and in `dtype`.
 
-    def __init__(self, dtype: Any, n_rows: int, total: int, progress: Progress | None) -> None:
-        self._dtype = dtype
-        self._n_rows = n_rows
-        self._total = total
-        self._progress = progress
-        self._done = 0
-        self._lock = Lock()
+    What is read here and then moved or converted is read a few tensors at a time, to bound what is held twice.
+    """
+    import torch
 
-    def read(self, tensor: Tensor, device: Any) -> Any:
-        import torch
+    total, done = sum(tensor.nbytes for tensor, _ in wanted), 0
 
-        kind = torch.device(device).type
+    def advance(count: int, _: int) -> None:
+        if progress is not None:
+            progress(done + count, total)
+
+    read: list[Any] = []
+    for group in _groups(wanted, dtype_of(dtype, "the cache")):
         with torch.inference_mode(False), torch.no_grad():
-            memory = torch.empty((1, *tensor.shape), dtype=getattr(torch, tensor.spec.dtype), pin_memory=kind == "cuda")
-            tensor.read_into(numpy_view(memory)[0])
-            if kind != "cpu" or memory.dtype != self._dtype:
-                memory = memory.to(device=device, dtype=self._dtype)
-        with self._lock:
-            self._done += tensor.nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-        return memory[:, :, : self._n_rows]
+            memories = [
+                torch.empty((1, *t.shape), dtype=getattr(torch, t.spec.dtype), pin_memory=device.type == "cuda")
+                for t, device in group
+            ]
+            pairs = [(t, numpy_view(memory)[0]) for (t, _), memory in zip(group, memories, strict=True)]
+            read_all(pairs, workers=workers, progress=advance)
+            read += [m.to(device=device, dtype=dtype) for m, (_, device) in zip(memories, group, strict=True)]
+        done += sum(t.nbytes for t, _ in group)
+    return read
+
+
+def _groups(wanted: Sequence[tuple[Tensor, Any]], dtype: str) -> Iterator[list[tuple[Tensor, Any]]]:
+    group: list[tuple[Tensor, Any]] = []
+    held = 0
+    for tensor, device in wanted:
+        twice = tensor.nbytes if device.type != "cpu" or tensor.spec.dtype != dtype else 0
+        if group and held + twice > _HELD_TWICE:
+            yield group
+            group, held = [], 0
+        group.append((tensor, device))
+        held += twice
+    yield group
