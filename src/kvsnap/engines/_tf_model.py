@@ -190,6 +190,8 @@ def _first_parameter(module: Any) -> Any:
 
 
 def _device(module: Any, default: Any) -> Any:
+    import torch
+
     parameter = _first_parameter(module)
     if parameter is not None and parameter.device.type != "meta":
         return parameter.device
@@ -198,4 +200,4 @@ def _device(module: Any, default: Any) -> Any:
     device = next((d for hook in hooks if (d := getattr(hook, "execution_device", None)) is not None), default)
     if str(device) == "meta":
         raise UnsupportedError("the weights are on the device meta, and nothing says where they are to be used")
-    return device
+    return torch.device(device)  # accelerate also writes a bare number
