@@ -1,0 +1,48 @@
+"""`import kvsnap` in fresh processes, beside an interpreter that imports nothing and one that imports numpy."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import common
+from common import Figure, Work, interleave, ms
+
+CODE = {
+    "an interpreter alone": "pass",
+    "import numpy": "import numpy",
+    "import numpy, ml_dtypes, xxhash": "import numpy, ml_dtypes, xxhash, dataclasses, json",
+    "import kvsnap": "import kvsnap",
+}
+
+
+def process(code: str) -> None:
+    path = os.pathsep.join(p for p in map(os.path.abspath, sys.path) if p != str(Path(__file__).resolve().parent))
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, check=True)
+
+
+def measure(rounds: int) -> list[Figure]:
+    process("import kvsnap, sys; assert 'torch' not in sys.modules and 'transformers' not in sys.modules")
+    times = interleave({name: Work(lambda code=code: process(code)) for name, code in CODE.items()}, rounds)
+    empty = ms(times["an interpreter alone"])
+    out = []
+    for name, taken in times.items():
+        own = ms(taken) - empty
+        told = "" if name == "an interpreter alone" else f"{own:.0f} ms beyond the interpreter"
+        ours = name == "import kvsnap"
+        what = f"{name}, process from start to end"
+        out.append(Figure(what, f"{ms(taken):.0f} ms", told, "< 200 ms" if ours else "", own < 200 if ours else None))
+    return out
+
+
+def main() -> None:
+    options: argparse.Namespace = common.parser(__doc__).parse_args()
+    rounds = 2 if options.small else options.rounds or 31
+    common.run(options, lambda _: measure(rounds), "ml_dtypes")
+
+
+if __name__ == "__main__":
+    main()
