@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 
 import kvsnap
-from kvsnap.cli import root, run
+from kvsnap.cli import _output, root, run
 from kvsnap.cli._model import parse_sampler, sampler_state
 from kvsnap.errors import InputError
 from kvsnap.layout import Sampler
@@ -165,6 +167,37 @@ def test_a_broken_pipe_is_quiet(tmp_path: Path) -> None:
     assert child.stderr.read() == b""
     child.stderr.close()
     assert child.wait() == 141
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, patience: float) -> str:
+    monkeypatch.setattr(_output, "_PATIENCE", patience)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stream)
+    with _output.progress("working") as report:
+        for done in range(5):
+            report(done, 5)
+    return stream.getvalue()
+
+
+def test_a_bar_is_drawn_on_a_terminal_when_work_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "working" in drawn(monkeypatch, Terminal(), 0.0)
+    assert drawn(monkeypatch, Terminal(), 60.0) == ""
+    assert drawn(monkeypatch, io.StringIO(), 0.0) == ""
+
+
+def test_a_sign_of_life_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_output, "_PATIENCE", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with _output.waiting("thinking"):
+            time.sleep(0.3)
+        assert ("thinking" in stream.getvalue()) is shown
 
 
 # -- files that are not what they should be --------------------------------------------------------------------------

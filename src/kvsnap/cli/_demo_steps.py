@@ -91,7 +91,8 @@ def go_on(run: Run, dtype: str | None, attention: str | None) -> Step:
     total = len(run.prompt) + run.half
     step.check("it is another process", found["pid"] != os.getpid())
     step.check("the first token needed no forward pass", found["first_forwards"] == 0, str(found["first_forwards"]))
-    step.check(f"all {total:,} tokens were reused, none recomputed", (found["reused"], found["recomputed"]) == (total, 0),
+    step.check(f"all {total:,} tokens were reused, none recomputed",
+               (found["reused"], found["recomputed"]) == (total, 0),
                f"{found['reused']} reused, {found['recomputed']} recomputed")  # fmt: skip
     step.check(f"{run.half} tokens took {run.half - 1} forward passes", found["forwards"] == run.half - 1,
                str(found["forwards"]))  # fmt: skip

@@ -12,7 +12,7 @@ import click
 
 from kvsnap import sampling
 from kvsnap.api import connect
-from kvsnap.cli._output import progress, remark
+from kvsnap.cli._output import progress, remark, waiting
 from kvsnap.errors import InputError
 from kvsnap.identity import Identity
 from kvsnap.layout import Sampler, SamplerState
@@ -116,8 +116,13 @@ def open_engine(model: str, dtype: str | None, attention: str | None, identity: 
         saved = dict(identity.runtime).get("attention", "").strip('"')
         dtype = dtype or (identity.cache_dtype if identity.cache_dtype in _DTYPES else None)
         attention = attention or (saved if saved in _ATTENTION else None)
-    with progress(f"loading {model}") as report:
-        loaded = load_model(model, dtype=dtype, attention=attention, progress=report)
+    with waiting(f"loading {model}") as stop, progress(f"loading {model}") as report:
+
+        def told(done: int, total: int, text: str) -> None:
+            stop()  # a conversion: the bar takes over
+            report(done, total, text)
+
+        loaded = load_model(model, dtype=dtype, attention=attention, progress=told)
     if loaded.tokenizer is None:
         remark(f"kvsnap: {model} has no tokenizer: only token ids can be shown")
     return connect(loaded.model, loaded.tokenizer)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ __all__ = [
     "show_table",
     "size",
     "table",
+    "waiting",
 ]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -114,8 +117,38 @@ def show_table(made: Any) -> None:
     """Print a rich table on stdout."""
     from rich.console import Console
 
+    if sys.stdout.isatty():
+        Console(highlight=False).print(made)
+        return
     # Piped, a table keeps its lines whole instead of folding them at 80 columns.
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(made)
+    console = Console(highlight=False, width=160, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(made)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n"))
+
+
+@contextmanager
+def waiting(title: str) -> Iterator[Callable[[], None]]:
+    """Show a sign of life on a terminal once a block lasts over a second; yield a function that ends it early."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+
+    status = Console(stderr=True).status(title)
+    timer = threading.Timer(_PATIENCE, status.start)
+    timer.daemon = True
+    timer.start()
+
+    def stop() -> None:
+        timer.cancel()
+        timer.join()
+        status.stop()
+
+    try:
+        yield stop
+    finally:
+        stop()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import kvsnap
 from kvsnap.api import Restored
-from kvsnap.cli._output import count, emit, progress, remark, seconds, size
+from kvsnap.cli._output import count, emit, progress, remark, seconds, size, waiting
 from kvsnap.errors import InputError
 from kvsnap.layout import Sampler, SamplerState, Snapshot
 from kvsnap.protocols import Engine, Token
@@ -71,7 +71,8 @@ class Turn:
         """Evaluate the prompt and generate, streaming text to stdout. An interrupt ends it, and is remembered."""
         engine = self.engine
         forwards, started = engine.forwards, time.perf_counter()
-        stream = kvsnap.generate(engine, ids, max_tokens=self.max_tokens, sampler=sampler)
+        with waiting(f"reading {count(len(ids), 'token')}"):
+            stream = kvsnap.generate(engine, ids, max_tokens=self.max_tokens, sampler=sampler)
         prefilled = time.perf_counter()
         first_s, first_forwards = 0.0, 0
         try:
