@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,6 +132,14 @@ def disk_bytes(run: Callable[[], object]) -> int:
     run()
     after = _io()
     return after["write_bytes"] - before["write_bytes"] if before else 0
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a child that imports what this process can."""
+    # Not from this directory: the interpreter would take our codecs.py for its own.
+    own = Path(__file__).resolve().parent
+    path = [os.path.abspath(p) for p in sys.path if Path(p).resolve() != own]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 @contextmanager

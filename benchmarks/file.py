@@ -103,7 +103,7 @@ def memory(directory: Path, mib: float) -> list[Figure]:
     for codec in ("exact", "q8"):
         told = subprocess.run(
             [sys.executable, Path(__file__).resolve(), "--peak", str(mib), "--codec", codec],
-            cwd=directory, env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            cwd=directory, env=common.environment(),
             stdout=subprocess.PIPE, text=True, check=True,
         ).stdout.split()  # fmt: skip
         grown, tensor = int(told[0]), int(told[1])

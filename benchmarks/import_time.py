@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import common
 from common import Figure, Work, interleave, ms
@@ -20,8 +18,7 @@ CODE = {
 
 
 def process(code: str) -> None:
-    path = os.pathsep.join(p for p in map(os.path.abspath, sys.path) if p != str(Path(__file__).resolve().parent))
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, check=True)
+    subprocess.run([sys.executable, "-c", code], env=common.environment(), check=True)
 
 
 def measure(rounds: int) -> list[Figure]:
