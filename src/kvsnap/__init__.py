@@ -2,10 +2,12 @@
 
 from kvsnap.api import (
     Continuation,
+    LossReport,
     Restored,
     capture,
     check,
     connect,
+    convert,
     dumps,
     generate,
     inspect,
@@ -33,6 +35,7 @@ __all__ = [
     "Identity",
     "KvsnapError",
     "Layer",
+    "LossReport",
     "Restored",
     "Sampler",
     "Session",
@@ -43,6 +46,7 @@ __all__ = [
     "capture",
     "check",
     "connect",
+    "convert",
     "dumps",
     "generate",
     "inspect",

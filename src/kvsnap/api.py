@@ -5,25 +5,28 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kvsnap import inspection, sampling
+from kvsnap import formats, inspection, sampling
 from kvsnap.engines.connect import connect
-from kvsnap.errors import InputError
+from kvsnap.errors import InputError, LossError
+from kvsnap.files import replacing
 from kvsnap.formats import native
-from kvsnap.formats.native import SaveReport, VerifyReport
+from kvsnap.formats.native import MemorySink, SaveReport, VerifyReport
 from kvsnap.identity import Compatibility, compare
 from kvsnap.inspection import Summary
 from kvsnap.layout import Sampler, Snapshot, set_save
-from kvsnap.protocols import Engine, Progress, Token
+from kvsnap.protocols import Engine, Loss, Progress, Token
 
 __all__ = [
     "Continuation",
+    "LossReport",
     "Restored",
     "capture",
     "check",
     "connect",
+    "convert",
     "dumps",
     "generate",
     "inspect",
@@ -42,26 +45,25 @@ StrPath = str | os.PathLike[str]
 # -- files -------------------------------------------------------------------------------------------------
 
 
-def _native_only(format: str | None) -> None:
-    if format not in (None, native.NAME):
-        raise InputError("no such format", expected=native.NAME, found=format)
-
-
 def load(path: StrPath, *, format: str | None = None, mmap: bool = True) -> Snapshot:
     """Open a file (a snapshot, or a session at its last turn) and return its snapshot.
 
     Opening reads the index only; a tensor is read, and every byte of it checked, when it is first used. With `mmap` the
-    exact tensors of a sealed file are read-only views of the mapped file. Raise `MissingError`, `FormatError` (not a
-    file of ours), `VersionError`, `DamagedError` (also later, when a damaged tensor is used).
+    exact tensors of a sealed file are read-only views of the mapped file. The format is judged by content; `format`
+    demands one. Raise `MissingError`, `FormatError` (not a file that kvsnap reads), `VersionError`, `DamagedError`
+    (also later, when a damaged tensor is used).
     """
-    _native_only(format)
-    return native.load(path, mmap=mmap)
+    found = formats.format_of(path) if format is None else formats.format_named(format)
+    return found.load(os.fspath(path), mmap=mmap)
 
 
 def loads(data: bytes | bytearray | memoryview, *, format: str | None = None) -> Snapshot:
     """Return the snapshot in these bytes, as `load` does."""
-    _native_only(format)
-    return native.loads(data)
+    if not len(data):
+        raise InputError("no bytes to load a snapshot from")
+    head = bytes(memoryview(data)[: formats.HEAD])
+    found = formats.format_of_bytes(head) if format is None else formats.format_named(format)
+    return found.loads(data)
 
 
 def save(
@@ -70,23 +72,109 @@ def save(
     *,
     codec: str | None = None,
     format: str | None = None,
+    version: int | None = None,
+    byte_order: str | None = None,
     sync: bool = True,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Write a sealed snapshot durably; whatever happens, the name holds the old file or the whole new one.
 
-    `codec` is `exact` (the default) or `q8` (int8 with a scale per head: about a quarter of float32, not exact; the
-    report gives the bound). `sync=False` leaves out the fsyncs, and with them the promise to survive a power cut.
-    Raise `InputError`, `MissingError` (no such directory), `StorageError` (no space, no permission).
+    `codec` is `exact` (the default of the native format) or `q8` (int8 with a scale per head: about a quarter of
+    float32, not exact; the report gives the bound). Other formats have codecs, versions and byte orders of their own;
+    what they cannot hold is in `SaveReport.losses`. `sync=False` leaves out the fsyncs, and with them the promise to
+    survive a power cut. Raise `InputError`, `MissingError` (no such directory), `StorageError` (no space, no
+    permission).
     """
-    _native_only(format)
-    return native.save(snapshot, path, codec=codec, sync=sync, progress=progress)
+    if format in (None, native.NAME):
+        if version not in (None, 1) or byte_order not in (None, "little"):
+            raise InputError("the native format is little-endian and has version 1", found=version or byte_order)
+        return native.save(snapshot, path, codec=codec, sync=sync, progress=progress)
+    target = formats.format_named(str(format))
+    losses = target.losses(snapshot, codec=codec, version=version)
+    with replacing(path, sync=sync) as writer:
+        nbytes = target.write(snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress)
+    return _foreign_report(snapshot, os.fspath(path), target.name, nbytes, losses)
 
 
-def dumps(snapshot: Snapshot, *, codec: str | None = None, format: str | None = None) -> bytes:
+def _foreign_report(snapshot: Snapshot, path: str, name: str, nbytes: int, losses: Sequence[Loss]) -> SaveReport:
+    bound = max([snapshot.bound, *(loss.bound for loss in losses)])
+    changed = any(loss.kind in ("dtype", "precision", "rows") for loss in losses)
+    return SaveReport(
+        path=path,
+        format=name,
+        nbytes=nbytes,
+        tensor_bytes=snapshot.nbytes,
+        n_tokens=len(snapshot.tokens),
+        n_rows=snapshot.n_rows,
+        exact=not changed and not bound,
+        bound=bound,
+        losses=tuple(losses),
+    )
+
+
+def dumps(
+    snapshot: Snapshot,
+    *,
+    codec: str | None = None,
+    format: str | None = None,
+    version: int | None = None,
+    byte_order: str | None = None,
+) -> bytes:
     """Return the bytes that `save` would write."""
-    _native_only(format)
-    return native.dumps(snapshot, codec=codec)
+    sink = MemorySink()
+    target = formats.format_named(format or native.NAME)
+    target.write(snapshot, sink, codec=codec, version=version, byte_order=byte_order)
+    return bytes(sink.data)
+
+
+@dataclass(frozen=True, slots=True)
+class LossReport:
+    """What a conversion wrote, and what the target cannot hold. False in a condition when nothing was lost."""
+
+    source: str
+    target: str
+    source_format: str
+    target_format: str
+    nbytes: int
+    losses: tuple[Loss, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.losses)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        data: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        data["losses"] = [asdict(loss) for loss in self.losses]
+        return data
+
+
+def convert(
+    src: StrPath,
+    dst: StrPath,
+    *,
+    format: str | None = None,
+    codec: str | None = None,
+    version: int | None = None,
+    byte_order: str | None = None,
+    allow_loss: bool = False,
+    progress: Progress | None = None,
+) -> LossReport:
+    """Write the snapshot in `src` (any format) to `dst` in another format or codec, tensor by tensor.
+
+    Raise `LossError` listing what the target cannot hold, before anything is written, unless `allow_loss`.
+    """
+    origin = formats.format_of(src)
+    target = formats.format_named(format or native.NAME)
+    snapshot = origin.load(os.fspath(src), mmap=True)
+    losses = target.losses(snapshot, codec=codec, version=version)
+    if losses and not allow_loss:
+        told = "; ".join(f"{loss.what}: {loss.detail}" for loss in losses[:6])
+        raise LossError(
+            f"{target.name} cannot hold everything: {told}. Allow it to go on (allow_loss=True, --allow-loss)"
+        )
+    with replacing(dst) as writer:
+        nbytes = target.write(snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress)
+    return LossReport(os.fspath(src), os.fspath(dst), origin.name, target.name, nbytes, losses)
 
 
 def inspect(path: StrPath) -> Summary:

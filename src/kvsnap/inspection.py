@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from contextlib import closing
 
-from kvsnap.formats.native import NativeFile, VerifyReport, verify_file
+from kvsnap import formats
+from kvsnap.errors import DamagedError, FormatError
+from kvsnap.formats.native import NAME, Damage, NativeFile, VerifyReport, verify_file
 from kvsnap.formats.native.summary import LayerSummary, Stored, Summary, summary_of
+from kvsnap.layout import Layer, Snapshot
 from kvsnap.protocols import Progress
 
 __all__ = ["LayerSummary", "Stored", "Summary", "summarise", "verify"]
@@ -14,14 +17,75 @@ __all__ = ["LayerSummary", "Stored", "Summary", "summarise", "verify"]
 
 def summarise(path: str | os.PathLike[str]) -> Summary:
     """Summarise a file from its index and tables. Raise as `load` does; damaged tensors are `verify`'s business."""
-    with closing(NativeFile.open(path, mapped=False)) as file:
-        return summary_of(file)
+    found = formats.format_of(path)
+    if found.name == NAME:
+        with closing(NativeFile.open(path, mapped=False)) as file:
+            return summary_of(file)
+    return _foreign_summary(found.load(os.fspath(path), mmap=True), os.fspath(path), found.name)
 
 
 def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) -> VerifyReport:
     """Check every byte of a file; damage is reported with tensor and token range, not raised.
 
-    Raise `MissingError`, `FormatError`, `VersionError`, or `DamagedError` when no commit can be found at all.
+    Most foreign formats have no checksums: then only the structure can be checked, and a note says so. Raise
+    `MissingError`, `FormatError`, `VersionError`, or `DamagedError` when no commit can be found at all.
     """
+    found = formats.format_of(path)
+    if found.name != NAME:
+        return _foreign_verify(found.load(os.fspath(path), mmap=False), os.fspath(path), found.name, progress)
     with closing(NativeFile.open(path, mapped=False)) as file:
         return verify_file(file, progress)
+
+
+def _layer_summary(layer: Layer) -> LayerSummary:
+    keys = layer.tensor("k") or layer.tensor("latent")
+    return LayerSummary(
+        index=layer.index,
+        kind=layer.kind,
+        num_heads=layer.num_heads,
+        num_query_heads=layer.num_query_heads,
+        head_dim=layer.head_dim,
+        dtype="" if keys is None else keys.spec.dtype,
+        bytes_per_token=sum(t.spec.nbytes(1) / t.spec.tokens_per_row for t in layer.tensors if t.spec.grows),
+    )
+
+
+def _foreign_summary(snapshot: Snapshot, path: str, name: str) -> Summary:
+    layers = tuple(_layer_summary(layer) for layer in snapshot.layers)
+    first = next((layer for layer in layers if layer.head_dim), None)
+    n_generated = sum(run.count for run in snapshot.runs if run.kind == "generated")
+    info = snapshot.source.get("info", ())
+    tensors = [*snapshot.tensors(), *([snapshot.logits] if snapshot.logits else [])]
+    size = os.stat(path)
+    stored = Stored(len(tensors), size.st_size, snapshot.nbytes, snapshot.bound)
+    return Summary(
+        path=path, format=name, version=str(snapshot.source.get("version", "")), use="snapshot", file_id="",
+        created_ns=size.st_mtime_ns, commit=1, complete=True, sealed=True, architecture=snapshot.architecture,
+        num_layers=snapshot.num_layers, num_heads=snapshot.num_heads, num_query_heads=snapshot.num_query_heads,
+        head_dim=snapshot.head_dim, dtype=first.dtype if first else "", n_tokens=len(snapshot.tokens),
+        n_prompt=len(snapshot.tokens) - n_generated, n_generated=n_generated, n_pending=snapshot.n_pending,
+        n_rows=snapshot.n_rows, token_offset=snapshot.token_offset, n_spans=1, has_logits=snapshot.logits is not None,
+        has_text=snapshot.text is not None, sampler=snapshot.sampler, file_bytes=size.st_size,
+        tensor_bytes=snapshot.nbytes, stored={str(snapshot.source.get("encoding", name)): stored},
+        exact=not snapshot.bound, bound=snapshot.bound, layers=layers, identity=snapshot.identity,
+        metadata=snapshot.metadata, notes=tuple(str(note) for note in info) if isinstance(info, (list, tuple)) else (),
+    )  # fmt: skip
+
+
+def _foreign_verify(snapshot: Snapshot, path: str, name: str, progress: Progress | None) -> VerifyReport:
+    damages = []
+    tensors = [*snapshot.tensors(), *([snapshot.logits] if snapshot.logits else [])]
+    done, total = 0, max(1, snapshot.nbytes)
+    for tensor in tensors:
+        try:
+            tensor.values()
+        except (DamagedError, FormatError) as error:
+            damages.append(Damage(error.message, error.offset or 0, live=True, tensor=tensor.name))
+        done += tensor.nbytes
+        if progress is not None:
+            progress(done, total)
+    note = f"{name} files have no checksums: sizes and counts were checked, changed values cannot be noticed"
+    return VerifyReport(
+        path=path, format=name, n_bytes=os.stat(path).st_size, n_records=1, n_parts=len(tensors), n_commits=1,
+        n_tokens=len(snapshot.tokens), damages=tuple(damages), notes=(note,),
+    )  # fmt: skip

@@ -15,7 +15,8 @@ from kvsnap.protocols import Progress
 from kvsnap.records import MAGIC
 
 __all__ = [
-    "BytesReader", "Damage", "NativeFile", "SaveReport", "VerifyReport", "dumps", "load", "loads", "save", "sniff",
+    "BytesReader", "Damage", "MemorySink", "NativeFile",
+    "SaveReport", "VerifyReport", "dumps", "load", "loads", "save", "sniff",
     "verify_file",
 ]  # fmt: skip
 

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from kvsnap.formats.native.tables import (
     history_digest,
 )
 from kvsnap.layout import Snapshot, Tensor
-from kvsnap.protocols import Encoded, Progress
+from kvsnap.protocols import Encoded, Loss, Progress
 from kvsnap.records import (
     FOOTER_SIZE,
     HEADER_SIZE,
@@ -93,12 +93,13 @@ class SaveReport:
     inexact: tuple[str, ...] = ()
     commit: int = 1
     file_id: str = ""
+    losses: tuple[Loss, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready data."""
-        return {
-            name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in self.__dataclass_fields__
-        }
+        data: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        data.update(inexact=list(self.inexact), losses=[asdict(loss) for loss in self.losses])
+        return data
 
 
 def new_header(use: int) -> FileHeader:
