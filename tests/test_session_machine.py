@@ -36,7 +36,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.tokens: tuple[int, ...] = ()
         self.n_rows = 0
         self.codecs: list[str] = []  # of each row
-        self.ends: list[tuple[int, int, Snapshot]] = []  # tokens, rows and state of each turn that still stands whole
+        self.ends: list[tuple[int, int, Snapshot | None]] = []  # tokens, rows and state at the end of each turn
         self.n_commits = 1
         self.kept = True
         self.torn = 0  # bytes behind the end, until the next write removes them
@@ -83,12 +83,14 @@ class SessionMachine(RuleBasedStateMachine):
             assert self.session.truncate(n) == n
             return
         self.session.truncate(n)
-        whole = [end for end in self.ends if end[0] <= n]
-        if n and whole and whole[-1][0] == n:
-            self.n_rows = whole[-1][1]
-        else:
-            self.n_rows = min(n, self.n_rows)
-        self.ends = whole if n else []
+        whole = [end for end in self.ends if end[0] <= n] if n else []
+        self.n_rows = whole[-1][1] if whole else 0
+        if n and (not whole or whole[-1][0] < n):
+            # A turn is cut: the rows it had of these tokens stay. Rows that a later turn evaluated do not.
+            cut = next(end for end in self.ends if end[0] > n)
+            self.n_rows = min(n, cut[1])
+            whole.append((n, self.n_rows, None))
+        self.ends = whole
         self.tokens = self.tokens[:n]
         self.codecs = self.codecs[: self.n_rows]
         self.n_commits, self.torn = self.n_commits + 1, 0
@@ -150,13 +152,13 @@ class SessionMachine(RuleBasedStateMachine):
             assert np.array_equal(tensor.array[:, ~lossy], expected[:, ~lossy])
             assert np.abs(tensor.array - expected).max(initial=0) <= tensor.bound
             assert bool(tensor.bound) >= bool(lossy.any())
-        if self.ends and self.ends[-1][:2] == (len(self.tokens), self.n_rows):
-            made = self.ends[-1][2]
+        made = self.ends[-1][2] if self.ends else None
+        if made is not None:
             assert loaded.sampler == made.sampler
             assert (loaded.logits is None) == (made.logits is None)
             if made.logits is not None and loaded.logits is not None:
                 assert loaded.logits.array.tobytes() == made.logits.array.tobytes()
-        elif self.tokens:
+        else:
             assert loaded.logits is None
             assert loaded.sampler is None
 

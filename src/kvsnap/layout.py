@@ -6,9 +6,10 @@ evaluated one; `token_offset` is the position that is evaluated next. Stored log
 
 from __future__ import annotations
 
+import math
 import reprlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,7 +43,6 @@ __all__ = [
 ]  # fmt: skip # by meaning
 
 RunKind = Literal["prompt", "generated"]
-MAX_FLOAT = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,14 @@ class PositionRun:
 
 
 def _number(name: str, value: Any) -> float:
-    # A Python integer may be larger than any float.
-    if isinstance(value, bool) or not isinstance(value, Real) or not abs(value) <= MAX_FLOAT:  # type: ignore[operator]
+    number = float("nan")
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):  # a Python integer may be larger than any float
+            number = float(value)
+    if not math.isfinite(number):
         found = reprlib.repr(value)
         raise InputError(f"sampler setting {name} is not a number", expected="a finite number", found=found)
-    return float(value)
+    return number
 
 
 def _integer(name: str, value: Any, *, optional: bool) -> int | None:

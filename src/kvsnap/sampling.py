@@ -42,7 +42,8 @@ def choose(logits: npt.NDArray[Any], history: Sequence[int], state: SamplerState
     """Choose one token from `logits` (`[vocab]`, any float dtype) given the ids so far.
 
     Return (id, natural log-probability under the untouched logits, next state). Greedy takes the first of equal maxima
-    and draws no number. Raise `InputError` when a logit is NaN or none is finite.
+    and draws no number. Raise `InputError` when a logit is NaN or none is finite, or when a penalty meets an id
+    outside the vocabulary.
     """
     scores = np.asarray(logits, dtype=np.float32).astype(np.float64)
     best = float(scores.max()) if scores.size else float("nan")
@@ -72,6 +73,10 @@ def _penalised(scores: Logits, history: Sequence[int], penalty: float) -> Logits
     if penalty == 1.0 or not history:
         return scores
     seen = np.unique(np.asarray(history, dtype=np.int64))
+    if seen[0] < 0 or seen[-1] >= len(scores):
+        raise InputError(
+            "the history holds ids outside the vocabulary", expected=f"0 to {len(scores) - 1}", found=int(seen[-1])
+        )
     out: Logits = scores.copy()
     values = out[seen]
     out[seen] = np.where(values > 0, values / penalty, values * penalty)
