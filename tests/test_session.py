@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from kvsnap.errors import (
 )
 from kvsnap.files import Reader
 from kvsnap.formats import native
+from kvsnap.formats.native.write import RecordWriter
 from kvsnap.identity import Identity, WeightDigest
 from kvsnap.inspection import verify
 from kvsnap.layout import PositionRun, Snapshot
@@ -394,6 +396,7 @@ def test_a_file_that_another_program_wrote_to_is_a_conflict(change: str, path: P
     made = turns(3)
     lengths = written(path, made[:2])
     with Session.open(path) as session:
+        assert session.tokens == made[1].tokens
         if change == "longer":  # what a writer that ignores the lock appended
             with path.open("ab") as f:
                 f.write(bytes(64))
@@ -658,12 +661,28 @@ def damaged_append_then_good(session: Session) -> None:
     append_two(session)
 
 
+OTHER = snapshot((*TOKENS[:3], 1, 2), n_pending=1)
+
+
+def interrupted_behind_the_commit_then_good(session: Session) -> None:
+    real = RecordWriter.commit
+
+    def interrupted(*arguments: Any) -> Any:
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(RecordWriter, "commit", interrupted), pytest.raises(KeyboardInterrupt):
+        session.append(OTHER)
+    append_two(session)
+
+
 ACTIONS: dict[str, tuple[Callable[[Session], None], tuple[int, ...]]] = {
     "append": (append_two, (3, 6)),
     "append of q8": (lambda s: s.append(turns(2)[-1], codec="q8") and None, (3, 6)),
     "truncate": (lambda s: s.truncate(2) and None, (3, 2)),
     "reset": (lambda s: s.reset(), (3, 0)),
     "failed append, then a good one": (damaged_append_then_good, (3, 6)),
+    "interrupted append, then a good one": (interrupted_behind_the_commit_then_good, (3, 5, 6)),
 }
 
 
@@ -685,7 +704,7 @@ def test_a_crash_at_any_instant_leaves_a_whole_turn(
         act(session)
         monkeypatch.setattr(files, "recorder", None)
         after = session.load()
-    assert len(after.tokens) == lengths[1]
+    assert len(after.tokens) == lengths[-1]
     n_syncs = sum(1 for e in disk.entries if e[0] == "sync")
     seen = set()
     for syncs, content in disk.crashes(np.random.default_rng(1)):
@@ -693,8 +712,8 @@ def test_a_crash_at_any_instant_leaves_a_whole_turn(
         seen.add(len(loaded.tokens))
         assert len(loaded.tokens) in lengths
         if syncs == n_syncs:
-            assert len(loaded.tokens) == lengths[1]  # once append returned, the turn stays
-        expected = turns(1)[0] if len(loaded.tokens) == 3 else after
+            assert len(loaded.tokens) == lengths[-1]  # once append returned, the turn stays
+        expected = {3: turns(1)[0], 5: OTHER}.get(len(loaded.tokens), after)
         assert same(loaded, expected) == []
     assert seen == set(lengths)
 
