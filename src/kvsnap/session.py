@@ -181,7 +181,7 @@ class Session:
         Raise `InputError` when it does not continue the session (other tokens, or behind it: truncate first),
         `CompatibilityError` when it is of another model. On any error the session is as before.
         """
-        check_counts(snapshot)
+        check_counts(snapshot, known=self.n_tokens)
         codec_name = codecs.codec_of_name(codec or "exact").name
         now = self._now
         check_continues(now, snapshot, lambda: self.tokens, self.path)
