@@ -205,6 +205,9 @@ def arrays(
     ]
 
 
+_IDS = tuple(range(1 << 17))  # a live sequence keeps its ids as the same objects, so that comparing them is quick
+
+
 def snapshot(
     values: Sequence[np.ndarray[Any, Any]],
     made: Sequence[tuple[TensorSpec, TensorSpec]],
@@ -228,7 +231,7 @@ def snapshot(
     return Snapshot(
         architecture="llama",
         layers=layers,
-        tokens=tuple(range(n_rows)),
+        tokens=_IDS[:n_rows],
         runs=(Run("prompt", n_rows),),
         n_rows=n_rows,
         row_start=start,
