@@ -837,7 +837,52 @@ def test_history_in_json(path: Path) -> None:
     assert [r["operation"] for r in rows] == ["reset", "append", "append"]
 
 
-def test_unknown_identity_is_not_an_error(path: Path) -> None:
+def test_what_one_turn_does_not_know_nobody_knows_of_the_session(path: Path) -> None:
+    known = turns(4)
+    other = replace(IDENTITY, weights=(replace(IDENTITY.weights[0], digest="9" * 32),), tokenizer="")
     with Session.open(path) as session:
-        session.append(replace(turns(1)[0], identity=Identity()))
-        assert session.identity == Identity()
+        session.append(known[0])
+        assert session.identity == IDENTITY
+        session.append(replace(known[1], identity=Identity(architecture="synthetic")))
+        assert session.identity == Identity(architecture="synthetic")
+        session.append(replace(known[2], identity=other))  # nothing speaks against it, but nothing for it
+        assert session.identity.weights == ()
+        n = session.append(known[3]).nbytes
+        assert n < 4096
+        assert session.load().identity == session.identity
+        assert session.identity.weights == ()
+        session.reset()
+        session.append(known[0])
+        assert session.identity == IDENTITY
+    with Session.open(path, readonly=True) as session:
+        assert session.identity == IDENTITY
+
+
+def windowed(n: int, width: int = 4) -> Snapshot:
+    """A window layer that holds the last rows only."""
+    whole = snapshot(TOKENS[:n])
+    first = max(0, n - width)
+    tensors = tuple(
+        type(t)(replace(t.spec, growth="window", window=width), t.array[:, first:], start=first)
+        for t in whole.layers[0].tensors
+    )
+    return replace(whole, layers=(replace(whole.layers[0], tensors=tensors),))
+
+
+def test_a_window_keeps_every_row_it_was_handed_until_there_is_a_gap(path: Path) -> None:
+    assert same(native.loads(native.dumps(windowed(10))), windowed(10)) == []
+    with Session.open(path) as session:
+        for n, start in ((3, 0), (6, 0), (9, 0), (20, 16), (22, 16)):
+            session.append(windowed(n))
+            loaded = session.load()
+            whole = snapshot(TOKENS[:n])
+            for tensor, full in zip(loaded.tensors(), whole.tensors(), strict=True):
+                assert (tensor.start, tensor.n_rows) == (start, n - start)
+                assert np.array_equal(tensor.array, full.array[:, start:])
+            head = loaded.head(0, 1)
+            assert head is not None
+            assert head.positions.tolist() == list(range(start, n))
+        with pytest.raises(UnsupportedError, match=r"\(window\) .* nearest reachable length is 9"):
+            session.truncate(10)
+        session.truncate(9)
+        assert session.load().layers[0].tensors[0].start == 0

@@ -22,7 +22,7 @@ from kvsnap.formats.native.tables import (
     Entry,
     Operation,
 )
-from kvsnap.formats.native.turns import check_continues, merged_geometry, walk, write_turn
+from kvsnap.formats.native.turns import check_continues, merged_geometry, merged_identity, walk, write_turn
 from kvsnap.formats.native.write import SaveReport, check_counts, report_of
 from kvsnap.identity import Identity
 from kvsnap.layout import Snapshot
@@ -185,13 +185,13 @@ class Session:
         codec_name = codecs.codec_of_name(codec or "exact").name
         now = self._now
         check_continues(now, snapshot, lambda: self.tokens, self.path)
-        geometry = merged_geometry(now, snapshot, self.path)
+        geometry, identity = merged_geometry(now, snapshot, self.path), merged_identity(now, snapshot)
         text = self._new_text(snapshot)
         with self._journal.writing() as writer:
-            commit, entry, parts = write_turn(now, writer, snapshot, text, geometry, codec_name, progress)
+            commit, entry, parts = write_turn(now, writer, snapshot, text, geometry, identity, codec_name, progress)
             commit = replace(commit, complete=complete)
             written = self._journal.publish(writer, commit, (*now.entries, entry), kept=len(now.entries))
-        self._journal.now = replace(self._now, geometry=geometry, identity=snapshot.identity)
+        self._journal.now = replace(self._now, geometry=geometry, identity=identity)
         self._tokens, self._text = snapshot.tokens, snapshot.text
         return report_of(
             snapshot, parts, nbytes=written, path=self.path, commit=self.n_commits, file_id=self._journal.header.file_id

@@ -20,12 +20,12 @@ from kvsnap.formats.native.tables import (
     parse_commit,
 )
 from kvsnap.formats.native.write import RecordWriter, span_table, state_tensors
-from kvsnap.identity import compare
+from kvsnap.identity import Identity, compare
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress
 from kvsnap.records import RECORD_SIZE, FileHeader, Kind, commit_digest, read_record
 
-__all__ = ["check_continues", "merged_geometry", "walk", "write_turn"]
+__all__ = ["check_continues", "merged_geometry", "merged_identity", "walk", "write_turn"]
 
 
 def write_turn(
@@ -34,14 +34,15 @@ def write_turn(
     snapshot: Snapshot,
     text: str | None,
     geometry: schema.Geometry,
+    identified: Identity,
     codec: str,
     progress: Progress | None,
 ) -> tuple[Commit, Entry, list[Part]]:
     """Write the records of one turn; return its commit, its entry in the live list, and its parts."""
     start, tokens = now.commit.n_rows, now.commit.n_tokens
     identity, layout, note = now.commit.identity, now.commit.layout, now.commit.note
-    if not identity or snapshot.identity != now.identity:
-        identity = writer.plain(Kind.IDENTITY, canonical_json(snapshot.identity.to_dict()))
+    if not identity or identified != now.identity:
+        identity = writer.plain(Kind.IDENTITY, canonical_json(identified.to_dict()))
     if not layout or geometry != now.geometry:
         layout = writer.plain(Kind.LAYOUT, schema.pack_layout(geometry))
     table = span_table(snapshot, row_start=start, token_start=tokens, text=text)
@@ -120,6 +121,28 @@ def merged_geometry(now: Published, snapshot: Snapshot, path: str) -> schema.Geo
     if not now.entries:
         return new
     return replace(old, tensors=tuple({**known, **{s.id: s for s in new.tensors}}.values()))
+
+
+def merged_identity(now: Published, snapshot: Snapshot) -> Identity:
+    """Return the identity of the session with this snapshot, which `check_continues` let pass.
+
+    What one turn does not know, nobody knows of the whole: else a turn of unknown weights between two models would join
+    them under the name of the last.
+    """
+    old, new = now.identity, snapshot.identity
+    if not now.entries:
+        return new
+    return replace(
+        new,
+        architecture=new.architecture if old.architecture else "",
+        config=new.config if old.config else (),
+        weights=new.weights if old.weights else (),
+        cache_dtype=new.cache_dtype if old.cache_dtype else "",
+        quantisation=new.quantisation if old.quantisation else "",
+        tokenizer=new.tokenizer if old.tokenizer else "",
+        adapters=new.adapters if old.adapters is not None else None,
+        engine=new.engine if old.engine else "",
+    )
 
 
 def walk(now: Published, header: FileHeader, reader: Reader) -> Iterator[tuple[Commit, int]]:
