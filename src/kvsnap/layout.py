@@ -63,7 +63,7 @@ class PositionRun:
 
 def _number(name: str, value: Any) -> float:
     number = float("nan")
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if not isinstance(value, bool) and isinstance(value, Real):
         with suppress(OverflowError):  # a Python integer may be larger than any float
             number = float(value)
     if not math.isfinite(number):
