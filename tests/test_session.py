@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -752,6 +753,8 @@ def test_every_flipped_bit_is_found_or_changes_nothing(path: Path, monkeypatch: 
         except KvsnapError:
             assert is_live, at
             outcomes["error"] += 1
+            if at >= 128 and at % 4 == 0:  # behind the header, verify names the damage instead of giving up
+                assert not verify_bytes(bytes(bad), path).ok, at
             continue
         if found:
             # Only the last COMMIT and footer may give the commit before, and they say so.
@@ -760,12 +763,71 @@ def test_every_flipped_bit_is_found_or_changes_nothing(path: Path, monkeypatch: 
             end = native.NativeFile(native.BytesReader(bytes(bad))).end
             assert end.dropped == last - end.footer.file_length > 0
             assert at >= last - 64 or "cannot be read" in end.notes[0]
+            assert verify_bytes(bytes(bad), path).notes
             outcomes["older"] += 1
         else:
             assert not is_live, at
             outcomes["same"] += 1
             assert "".join(str(d) for d in verify_bytes(bytes(bad), path).damages), at
     assert min(outcomes.values()) > 100, outcomes
+
+
+def test_a_damaged_index_is_an_error_that_names_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_sync(monkeypatch)
+    made = [snapshot(TOKENS[:n], vocab=0, dim=1, heads=1) for n in range(1, 41)]
+    written(path, made)
+    data = path.read_bytes()
+    spec = SpecReader(data)
+    index = spec.commit["index"]
+    assert index
+    length = len(spec.record(index)["payload"])
+    for at in range(index, index + 64 + length):
+        bad = bytearray(data)
+        bad[at] ^= 1 << (at % 8)
+        with pytest.raises((DamagedError, FormatError)) as caught:
+            native.loads(bytes(bad))
+        assert caught.value.offset in {index, index + 64}
+        if at >= index + 64:
+            assert "INDEX" in str(caught.value)
+    path.write_bytes(bytes(bad))
+    with pytest.raises(DamagedError, match="INDEX"):
+        Session.open(path)
+    report = verify(path)
+    assert not report.ok
+    assert (0, 40) in {d.tokens for d in report.damages}
+
+
+def test_readers_see_whole_turns_while_a_writer_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_sync(monkeypatch)
+    made = {n: snapshot(TOKENS[:n], layers=2) for n in range(0, 61, 2)}
+    seen: list[int] = []
+    failed: list[BaseException] = []
+    stop = threading.Event()
+
+    def look() -> None:
+        try:
+            while not stop.is_set():
+                loaded = native.load(path)
+                seen.append(len(loaded.tokens))
+                if loaded.tokens:
+                    assert same(loaded, made[len(loaded.tokens)]) == []
+        except BaseException as error:  # noqa: BLE001 # told by the test itself
+            failed.append(error)
+
+    with Session.open(path) as session:
+        thread = threading.Thread(target=look)
+        thread.start()
+        for _ in range(100):  # until the other thread had its turns
+            for n in range(2, 61, 2):
+                session.append(made[n])
+            for n in range(58, -1, -2):
+                session.truncate(n)
+            if len(set(seen)) > 3:
+                break
+        stop.set()
+        thread.join()
+    assert not failed, failed
+    assert len(set(seen)) > 3
 
 
 def verify_bytes(data: bytes, path: Path) -> Any:
