@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import struct
 import subprocess
 import sys
@@ -20,6 +19,8 @@ from typing import Any
 import pytest
 
 from spec_file import COMMIT, IDENTITY, LAYOUT, NOTE, SPAN, Minimal, SpecWriter, h64, h128, pack_table, up
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is that of Linux")
 
 HERE = Path(__file__).parent
 MEMORY = 512 << 20
@@ -858,6 +859,8 @@ def ten_thousand_footers_of_one_large_commit(m: Minimal) -> Any:
 
 def attack(directory: Path) -> None:
     """Open every file of a directory in every way; write what came of it as JSON lines; a process of its own."""
+    import resource
+
     import numpy as np
 
     from kvsnap import files
