@@ -192,6 +192,11 @@ def json_with_nan(m: Minimal) -> Any:
 
 
 @case("FormatError")
+def json_with_a_member_twice(m: Minimal) -> Any:
+    m.identity = b'{"architecture": "a", "architecture": "b"}'
+
+
+@case("FormatError")
 def json_with_infinity(m: Minimal) -> Any:
     m.state["meta"] = b'{"sampler":{"temperature":-Infinity},"random":null}'
 

@@ -313,13 +313,19 @@ def canonical_json(data: Any) -> bytes:
 
 
 def parse_json(raw: bytes, path: str | None, offset: int) -> dict[str, Any]:
-    """Parse a JSON payload: one object, UTF-8, no NaN or Infinity."""
+    """Parse a JSON payload: one object, UTF-8, no NaN or Infinity, no member twice."""
 
     def constant(word: str) -> Any:
         raise ValueError(f"{word} is not allowed")
 
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a member stands twice in one object")
+        return found
+
     try:
-        data = json.loads(raw.decode(), parse_constant=constant)
+        data = json.loads(raw.decode(), parse_constant=constant, object_pairs_hook=members)
         if b"\\ud" in raw or b"\\uD" in raw:
             json.dumps(data, ensure_ascii=False).encode()  # half of a surrogate pair is not text: it cannot be encoded
     except (ValueError, RecursionError) as error:
