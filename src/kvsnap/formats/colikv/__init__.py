@@ -1,0 +1,18 @@
+"""`.coli_kv` conversation files of the colibri engine and its forks: docs/formats/colikv.md.
+
+`ColiFile` works in place on a real file; `load`, `loads` and `FORMAT` turn files into snapshots and back.
+"""
+
+from __future__ import annotations
+
+from kvsnap.formats.colikv.deepseek import DeepSeekFile, DeepSeekLayer, ratio_checksum, read_deepseek
+from kvsnap.formats.colikv.file import ColiFile, ColiRows
+from kvsnap.formats.colikv.format import FORMAT, ColikvFormat, load, loads
+from kvsnap.formats.colikv.header import Geometry, Header, encoding_of
+from kvsnap.formats.colikv.reading import assign_index_layers
+from kvsnap.formats.colikv.rows import Encoding
+
+__all__ = [
+    "FORMAT", "ColiFile", "ColiRows", "ColikvFormat", "DeepSeekFile", "DeepSeekLayer", "Encoding", "Geometry", "Header",
+    "assign_index_layers", "encoding_of", "load", "loads", "ratio_checksum", "read_deepseek",
+]  # fmt: skip

@@ -1,0 +1,283 @@
+"""The header of a `.coli_kv` file: what it says, which dialect it is, and what a model must agree with.
+
+docs/formats/colikv.md sections 2, 5 and 6. Every number is checked before it is used to compute a size.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvsnap.errors import CompatibilityError, DamagedError, FormatError, InputError, UnsupportedError, VersionError
+from kvsnap.formats.colikv.rows import Encoding, rotates
+from kvsnap.identity import Compatibility, FieldCheck
+
+__all__ = ["HEADER_SIZE", "Geometry", "Header", "encoding_of", "is_colikv", "parse_header"]
+
+HEADER_SIZE = 40
+COUNT_AT = 32
+DEEPSEEK_MAGIC = b"COLIDV41"
+_MAGIC = {b"COLIKV1\0": 1, b"COLIKV2\0": 2, b"COLIKV3\0": 3}
+_SYNTARA = b"SYNTARAK"
+_WORDS = struct.Struct("<8s8i")
+
+# Far above any model; a header that says more would make one object per layer before a byte of it is read.
+MAX_LAYERS = 1 << 12
+MAX_WIDTH = 1 << 20
+MAX_INT = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """What a model must agree with: the numbers of the header, and which layers own index rows.
+
+    `index_layers` are layer numbers in order; None when it is not known which they are (`index_count` then says how
+    many). `index_count` may be given without an index width: buffers of a model that does not use them. `has_draft`
+    tells that the model has a draft (MTP) layer, whose rows are never stored; it is not part of the file.
+    """
+
+    n_layers: int
+    kv_lora: int
+    qk_rope: int
+    vocab: int
+    index_width: int = 0
+    index_layers: tuple[int, ...] | None = None
+    index_count: int = 0
+    has_draft: bool = False
+
+    def __post_init__(self) -> None:
+        if self.index_layers is not None:
+            chosen = check_index_layers(self.index_layers, self.n_layers)
+            object.__setattr__(self, "index_layers", chosen)
+            if self.index_count not in {0, len(chosen)}:
+                raise InputError("index_count and index_layers differ", expected=len(chosen), found=self.index_count)
+            object.__setattr__(self, "index_count", len(chosen))
+        numbers = (self.n_layers, self.kv_lora, self.qk_rope, self.index_width, self.index_count, self.vocab)
+        for name, _, value, low, high in _limits(numbers):
+            if not low <= value <= high:
+                raise InputError(f"geometry: {name} out of range", expected=f"{low} to {high}", found=value)
+
+    @property
+    def index_rows(self) -> int:
+        """Index rows in one record: none without an index width, whatever the count says."""
+        return self.index_count if self.index_width > 0 else 0
+
+    @property
+    def index_owners(self) -> tuple[int, ...] | None:
+        """The layers whose index rows are stored, or None where that is not known."""
+        if not self.index_rows:
+            return ()
+        if self.index_layers is None and self.index_count == self.n_layers:
+            return tuple(range(self.n_layers))
+        return self.index_layers
+
+
+def check_index_layers(layers: Sequence[int], n_layers: int) -> tuple[int, ...]:
+    """Return the layer numbers as a tuple; raise `InputError` unless they ascend within the model."""
+    chosen = tuple(int(layer) for layer in layers)
+    if list(chosen) != sorted(set(chosen)) or (chosen and not 0 <= chosen[0] <= chosen[-1] < n_layers):
+        expected = f"ascending layer numbers from 0 to {n_layers - 1}"
+        raise InputError("index_layers are not layers of this model", expected=expected, found=list(chosen))
+    return chosen
+
+
+def _limits(numbers: Sequence[int]) -> tuple[tuple[str, int, int, int, int], ...]:
+    """Name, offset in the header, value, lowest and highest allowed value of each of the six numbers."""
+    n_layers, kv_lora, qk_rope, index_width, index_count, vocab = numbers
+    return (
+        ("n_layers", 8, n_layers, 1, MAX_LAYERS),
+        ("kv_lora", 12, kv_lora, 1, MAX_WIDTH),
+        ("qk_rope", 16, qk_rope, 0, MAX_WIDTH),
+        ("index width", 20, index_width, 0, MAX_WIDTH),
+        ("index layer count", 24, index_count, 0, n_layers if index_width else MAX_INT),
+        ("vocabulary size", 28, vocab, 0, MAX_INT),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """One parsed header and what follows from it and the size of the file.
+
+    `count` is the record count as the file states it, `word` the last word; `size` the size of the file. `dialect` is
+    `colibri`, `watermark` or `syntara`.
+    """
+
+    magic: bytes
+    geometry: Geometry
+    encoding: Encoding
+    count: int
+    word: int
+    dialect: str
+    size: int
+
+    @property
+    def record_size(self) -> int:
+        """Bytes of one record."""
+        g = self.geometry
+        rows = self.encoding.row_size(g.kv_lora) + self.encoding.row_size(g.qk_rope)
+        return 4 + g.n_layers * rows + g.index_rows * g.index_width * 4
+
+    @property
+    def n_physical(self) -> int:
+        """Whole records in the file, counted or not."""
+        return max(0, self.size - HEADER_SIZE) // self.record_size
+
+    @property
+    def n_leftover(self) -> int:
+        """Bytes behind the last whole record."""
+        return max(0, self.size - HEADER_SIZE) % self.record_size
+
+    @property
+    def n_usable(self) -> int:
+        """Records that are counted and whole; in the watermark dialect, those of complete turns."""
+        counted = min(self.count, self.word) if self.dialect == "watermark" else self.count
+        return max(0, min(counted, self.n_physical))
+
+    @property
+    def is_lossy_width(self) -> bool:
+        """True when a packed encoding stores zeros for a width that it cannot rotate."""
+        widths = (self.geometry.kv_lora, self.geometry.qk_rope)
+        return self.encoding.version == 3 and not all(rotates(width) for width in widths)
+
+    def pack(self) -> bytes:
+        """Return the 40 bytes."""
+        g = self.geometry
+        numbers = (g.n_layers, g.kv_lora, g.qk_rope, g.index_width, g.index_count, g.vocab, self.count, self.word)
+        return _WORDS.pack(self.magic, *numbers)
+
+    def offset(self, record: int) -> int:
+        """Return where a record begins."""
+        return HEADER_SIZE + record * self.record_size
+
+    def compare(self, geometry: Geometry) -> Compatibility:
+        """Compare the numbers of the file with those of a model, field by field, as colibri does."""
+        mine, g = self.geometry, geometry
+        pairs = (
+            ("layers", mine.n_layers, g.n_layers),
+            ("latent width", mine.kv_lora, g.kv_lora),
+            ("rope width", mine.qk_rope, g.qk_rope),
+            ("index width", mine.index_width, g.index_width),
+            ("index layers", mine.index_count, g.index_count),
+            ("vocabulary", mine.vocab, g.vocab),
+        )
+        return Compatibility(
+            tuple(FieldCheck(n, "match" if a == b else "differ", "fatal", str(a), str(b)) for n, a, b in pairs)
+        )
+
+    def require(self, geometry: Geometry, path: str | None = None) -> None:
+        """Raise `CompatibilityError` naming every number that differs from the model's."""
+        report = self.compare(geometry)
+        if report.refusals:
+            named = "; ".join(f"{f.name}: file {f.saved}, model {f.found}" for f in report.refusals)
+            raise CompatibilityError(f"the file is of another model: {named}", report=report, path=path)
+
+
+def encoding_of(name: str | None, bits: int | None = None) -> Encoding:
+    """Return the encoding of that name, with its bits checked. Raise `InputError` for anything else."""
+    if name in {None, "float32", "fp8"}:
+        encoding, allowed = Encoding(name or "float32"), range(1)
+    elif name == "int4":
+        encoding, allowed = Encoding("int4", bits or 4), range(4, 5)
+    elif name == "polar":
+        encoding, allowed = Encoding("polar", bits or 4), range(1, 9)
+    else:
+        raise InputError("no such codec for a .coli_kv file", expected="float32, fp8, int4 or polar", found=name)
+    if encoding.bits not in allowed or (bits and encoding.bits != bits):
+        raise InputError(
+            f"codec {encoding.name} does not have this width", expected=f"{list(allowed)} bits", found=bits
+        )
+    return encoding
+
+
+def new_header(geometry: Geometry, encoding: Encoding) -> Header:
+    """Return the header of an empty file. Raise `UnsupportedError` for widths that the encoding cannot hold."""
+    if geometry.index_rows and geometry.index_layers is None and geometry.index_count != geometry.n_layers:
+        raise InputError("which layers own index rows must be known to write them: give index_layers")
+    magic = next(m for m, version in _MAGIC.items() if version == encoding.version)
+    header = Header(magic, geometry, encoding, 0, encoding.tag, "colibri", HEADER_SIZE)
+    if header.is_lossy_width:
+        raise UnsupportedError(
+            f"{encoding} cannot hold rows of these widths: only powers of two up to 2048 are rotated",
+            found=f"latent {geometry.kv_lora}, rope {geometry.qk_rope}",
+        )
+    return header
+
+
+def is_colikv(head: bytes) -> bool:
+    """Tell from the first bytes whether this is a `.coli_kv` file of any kind, also one that is only recognised."""
+    return head[:8] in _MAGIC or head[:8] in {_SYNTARA, DEEPSEEK_MAGIC}
+
+
+def parse_header(head: bytes, size: int, *, path: str | None = None, dialect: str | None = None) -> Header:
+    """Parse the first 40 bytes of a file of `size` bytes.
+
+    `dialect` (`fp8` or `watermark`) decides where magic `COLIKV2` and the size fit both. Raise `FormatError`,
+    `VersionError` (an unknown version or encoding), `DamagedError` (cut off inside the header), `UnsupportedError`.
+    """
+    if len(head) < 8 or not is_colikv(head):
+        if head[:6] == b"COLIKV" and head[7:8] in {b"", b"\0"} and len(head) >= 7:
+            raise VersionError("an unknown version of COLIKV", path=path, offset=0, expected="1 to 3", found=head[6:7])
+        raise FormatError("not a .coli_kv file", path=path, offset=0, expected="magic COLIKV", found=bytes(head[:8]))
+    if head[:8] == DEEPSEEK_MAGIC:
+        raise UnsupportedError("a DeepSeek V4 file (COLIDV41) has another layout", path=path, offset=0)
+    if len(head) < HEADER_SIZE:
+        raise DamagedError(
+            "the file ends inside its header", path=path, offset=len(head), expected=f"{HEADER_SIZE} bytes", found=size
+        )
+    magic, n_layers, kv_lora, qk_rope, index_width, index_count, vocab, count, word = _WORDS.unpack(head[:HEADER_SIZE])
+    numbers = (n_layers, kv_lora, qk_rope, index_width, index_count, vocab)
+    geometry = _geometry(numbers, path)
+    if magic == _SYNTARA:
+        return Header(magic, geometry, _by_word(word, path), count, word, "syntara", size)
+    version = _MAGIC[magic]
+    if version == 1:
+        return Header(magic, geometry, Encoding("float32"), count, word, "colibri", size)
+    if version == 3:
+        return Header(magic, geometry, _packed(word, path), count, word, "colibri", size)
+    plain = Header(magic, geometry, Encoding("float32"), count, word, "watermark", size)
+    fp8 = replace(plain, encoding=Encoding("fp8"), dialect="colibri")
+    return {"fp8": fp8, "watermark": plain}[dialect or _version_2(fp8, plain, path)]
+
+
+def _geometry(numbers: Sequence[int], path: str | None) -> Geometry:
+    for name, offset, value, low, high in _limits(numbers):
+        if not low <= value <= high:
+            expected = f"{low} to {high}"
+            raise FormatError(f"header: {name} out of range", path=path, offset=offset, expected=expected, found=value)
+    n_layers, kv_lora, qk_rope, index_width, index_count, vocab = numbers
+    return Geometry(
+        n_layers=n_layers, kv_lora=kv_lora, qk_rope=qk_rope, vocab=vocab, index_width=index_width,
+        index_count=index_count,
+    )  # fmt: skip
+
+
+def _packed(word: int, path: str | None) -> Encoding:
+    codec, bits = word >> 8, word & 255
+    if codec == 1 and bits == 4:
+        return Encoding("int4", 4)
+    if codec == 0 and 1 <= bits <= 8:
+        return Encoding("polar", bits)
+    expected = "codec 1 with 4 bits, or codec 0 with 1 to 8"
+    raise VersionError("an unknown packed encoding", path=path, offset=36, expected=expected, found=word)
+
+
+def _by_word(word: int, path: str | None) -> Encoding:
+    return Encoding(("float32", "fp8")[word]) if word in {0, 1} else _packed(word, path)
+
+
+def _version_2(fp8: Header, plain: Header, path: str | None) -> str:
+    """Tell the two meanings of COLIKV2 apart, by the size and the last word."""
+    if fp8.size <= HEADER_SIZE or fp8.count < 1:
+        return "fp8" if fp8.word == 1 else "watermark"
+    if fp8.word == 1 and plain.n_physical < plain.count:  # as float32 it would be cut off
+        return "fp8"
+    fits_fp8, fits_plain = fp8.n_leftover == 0, plain.n_leftover == 0
+    if fits_fp8 != fits_plain:
+        return "fp8" if fits_fp8 else "watermark"
+    if fp8.word != 1:
+        return "watermark" if 0 <= fp8.word <= fp8.count else "fp8"
+    raise InputError(
+        "this COLIKV2 file may be fp8, or float32 with a turn count: the size does not tell", path=path, offset=36,
+        expected="dialect='fp8' or dialect='watermark'", found=f"{fp8.size} bytes, word 36 is 1",
+    )  # fmt: skip
