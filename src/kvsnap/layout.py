@@ -259,11 +259,12 @@ class Snapshot:
         entry = self.layers[layer]
         if entry.shares is not None:
             return self.head(entry.shares, head)
-        k, v = entry.tensor("k") or entry.tensor("latent"), entry.tensor("v") or entry.tensor("rope")
-        if k is None or v is None or not 0 <= head < entry.num_heads or not entry.head_dim:
+        keys = entry.tensor_of_head("k", head) or entry.tensor_of_head("latent", head)
+        values = entry.tensor_of_head("v", head) or entry.tensor_of_head("rope", head)
+        if keys is None or values is None or not keys[0].spec.shape[-1]:
             return None
-        positions = self.row_positions(k.start, k.start + k.n_rows)
-        return Head(_head_rows(k, head), _head_rows(v, head), positions)
+        positions = self.row_positions(keys[0].start, keys[0].start + keys[0].n_rows)
+        return Head(_head_rows(*keys), _head_rows(*values), positions)
 
     def truncate(self, n_tokens: int) -> Snapshot:
         """Return the first `n_tokens` tokens as a snapshot of its own (views, nothing is copied).
@@ -282,7 +283,12 @@ class Snapshot:
                 "a partial capture does not hold these rows", expected=f"{self.row_start} or above", found=n_rows
             )
         layers = tuple(
-            replace(layer, tensors=tuple(_cut(t, n_rows, self.n_rows) for t in layer.tensors)) for layer in self.layers
+            replace(
+                layer,
+                tensors=tuple(_cut(t, n_rows, self.n_rows) for t in layer.tensors),
+                by_head=tuple(_cut(t, n_rows, self.n_rows) for t in layer.by_head),
+            )
+            for layer in self.layers
         )
         positions = cut_positions(self.positions, n_rows)
         cut_rows = n_rows != self.n_rows

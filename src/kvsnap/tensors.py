@@ -277,7 +277,8 @@ class Layer:
     """One layer of the model and the tensors of its cache.
 
     `kind` is `attention`, `latent`, `recurrent`, `hybrid`, `cross` or `none`; `shares` is the layer whose tensors this
-    one uses (None: its own).
+    one uses (None: its own). Ragged heads are several tensors of one role, each with the next heads. `by_head` holds
+    what a foreign file keeps beside the tensors for looking at single heads; it is neither restored nor saved.
     """
 
     index: int
@@ -285,17 +286,32 @@ class Layer:
     tensors: tuple[Tensor, ...]
     num_query_heads: int = 0
     shares: int | None = None
+    by_head: tuple[Tensor, ...] = ()
 
     def tensor(self, role: str) -> Tensor | None:
-        """Return the tensor of that role, or None."""
+        """Return the (first) tensor of that role, or None."""
         return next((t for t in self.tensors if t.role == role), None)
+
+    def tensor_of_head(self, role: str, head: int) -> tuple[Tensor, int] | None:
+        """Return the tensor that holds a head of that role, and the place of the head in it; None where there is none.
+
+        Looks into `by_head` where it has anything, else into `tensors`.
+        """
+        if head < 0:
+            return None
+        for t in self.by_head or self.tensors:
+            if t.role == role:
+                n_heads = _heads_of(t)
+                if head < n_heads:
+                    return t, head
+                head -= n_heads
+        return None
 
     @property
     def num_heads(self) -> int:
         """Key/value heads; 1 for a latent layer, 0 for a layer without attention."""
-        k = self.tensor("k")
-        if k is not None:
-            return int(k.spec.shape[k.spec.axes.index("head")]) if "head" in k.spec.axes else 1
+        if any(t.role == "k" for t in self.tensors):
+            return sum(_heads_of(t) for t in self.tensors if t.role == "k")
         return 1 if self.tensor("latent") is not None else 0
 
     @property
@@ -307,3 +323,8 @@ class Layer:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
+
+
+def _heads_of(tensor: Tensor) -> int:
+    spec = tensor.spec
+    return int(spec.shape[spec.axes.index("head")]) if "head" in spec.axes else 1
