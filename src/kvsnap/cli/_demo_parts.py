@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,13 +67,14 @@ def digest(data: Any) -> str:
 
 
 class Listener:
-    """Hears every forward pass of a torch model, beside the engine: counts them and digests the last row of logits.
+    """Hears every forward pass of a torch model, beside the engine: its time, and a digest of its last row of logits.
 
     With `keep` the rows are kept too, as float32.
     """
 
     def __init__(self, model: Any, *, keep: bool = False) -> None:
         self.digests: list[str] = []
+        self.times: list[float] = []
         self.rows: list[npt.NDArray[np.float32]] = []
         self._keep = keep
         self._hook = model.register_forward_hook(self._heard)
@@ -80,6 +82,7 @@ class Listener:
     def _heard(self, _module: Any, _inputs: Any, output: Any) -> None:
         import torch
 
+        self.times.append(time.perf_counter())
         row = output.logits[0, -1].detach().cpu().contiguous()
         self.digests.append(digest(row.view(torch.uint8).numpy()))
         if self._keep:

@@ -51,7 +51,7 @@ def _pictures(steps: Sequence[Step], norms: Any) -> dict[int, dict[str, Any]]:
     times = {
         "restore": (went["restore_first_s"], seconds(went["restore_first_s"])),
         "hash the weights": (went["identity_s"], f"{seconds(went['identity_s'])}, once per process"),
-        "evaluate again": (went["prefill_first_s"], seconds(went["prefill_first_s"])),
+        "read again": (went["prefill_first_s"], seconds(went["prefill_first_s"])),
     }
     sizes = {
         "exact": (small["exact_bytes"] / 1e6, size(small["exact_bytes"])),
@@ -95,7 +95,7 @@ def _page(run: Run, steps: Sequence[Step], drawn: dict[int, list[str]], taken: f
     went, small, grown = steps[1].facts, steps[3].facts, steps[4].facts
     held, total = sum(c.holds for s in steps for c in s.claims), sum(len(s.claims) for s in steps)
     tiles = (
-        (f"{went['speedup']:,.0f} ×", "faster to the first token than evaluating again"),
+        (f"{went['speedup']:,.0f} ×", "faster to the first token than reading again"),
         (f"{went['first_forwards']}", "forward passes for the first token"),
         (f"{small['ratio']:.2f} ×", "smaller as q8"),
         (size(max(t["written"] for t in grown["turns"])), f"at most for a turn, on {size(grown['first_bytes'])}"),

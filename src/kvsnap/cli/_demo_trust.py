@@ -67,7 +67,7 @@ def small_encoding(run: Run) -> Step:
 def _turn(run: Run, question: str) -> tuple[list[int], list[str]]:
     with listening(run.model) as heard:
         ids = run.engine.tokenize(question, special=False)
-        said = [t.id for t in kvsnap.generate(run.engine, ids, max_tokens=16, stop_at_end=False)]
+        said = [t.id for t in kvsnap.generate(run.engine, ids, max_tokens=12, stop_at_end=False)]
     return said, heard.digests
 
 
