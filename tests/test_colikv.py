@@ -36,11 +36,13 @@ from kvsnap.formats.colikv import (
     Encoding,
     Geometry,
     assign_index_layers,
+    dumps,
     encoding_of,
     load,
     loads,
     ratio_checksum,
     read_deepseek,
+    save,
 )
 from kvsnap.formats.colikv import file as file_module
 from kvsnap.formats.colikv import records as records_module
@@ -777,6 +779,22 @@ def test_a_loaded_file_is_saved_as_it_was(name: str, group: int, monkeypatch: py
     assert {loss.what for loss in FORMAT.losses(snapshot)} <= left_out
 
 
+@pytest.mark.parametrize("name", ["v2_fp8", "v2_fp8_dsa", "v2_invalid_codes", "v3_polar", "v3_rotated_int4"])
+def test_stored_codes_are_copied_and_never_encoded_again(name: str, tmp_path: Path) -> None:
+    owners = tuple(sidecar(name)["reader"]["index_layers"]) or None
+    path, saved = copy(name, tmp_path), tmp_path / "saved"
+    snapshot = load(path, index_layers=owners)
+    _ = [t.array for t in snapshot.tensors()]
+    assert save(snapshot, saved) == len(golden(name))
+    assert saved.read_bytes() == golden(name) == dumps(snapshot)
+    # A snapshot that is not all of the file any more is encoded.
+    fewer = dumps(snapshot.truncate(1), codec=encoding_for(name).name)
+    assert len(fewer) == 40 + sidecar(name)["record_bytes"]
+    assert dumps(snapshot.truncate(1))[:8] == b"COLIKV1\0"
+    swapped = replace(snapshot, layers=(replace(snapshot.layers[1], index=0), *snapshot.layers[1:]))
+    assert dumps(swapped)[:8] == b"COLIKV1\0"
+
+
 def latent_snapshot(n: int = 4, layers: int = 2, dtype: str = "float32", **changes: Any) -> Snapshot:
     rng, number, out = np.random.default_rng(5), itertools.count(), []
     for layer in range(layers):
@@ -823,7 +841,14 @@ def test_a_snapshot_is_written_in_the_other_encodings(codec: str, version: int) 
         assert 0 < error <= found.bound
         assert error < 2
     assert [loss.what for loss in FORMAT.losses(snapshot, codec=codec)] == ["layers"]
-    assert written(back) == written(back, version=1)
+    data = written(snapshot, codec=codec)
+    assert written(back) == data
+    assert written(back, codec=codec) == data
+    assert FORMAT.losses(back, codec=codec) == FORMAT.losses(back)
+    assert [loss.what for loss in FORMAT.losses(back, codec="int4" if version == 2 else "fp8")] == ["bound", "layers"]
+    plain = loads(written(back, version=1))
+    for stored, found in zip(back.tensors(), plain.tensors(), strict=True):
+        assert np.array_equal(stored.array, found.array)
 
 
 def test_what_a_file_cannot_hold_is_listed() -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from kvsnap.errors import InputError, UnsupportedError
-from kvsnap.files import Reader
+from kvsnap.files import Reader, replacing
 from kvsnap.formats.colikv.deepseek import read_deepseek
 from kvsnap.formats.colikv.header import (
     DEEPSEEK_MAGIC,
@@ -19,11 +19,12 @@ from kvsnap.formats.colikv.header import (
 from kvsnap.formats.colikv.reading import snapshot_of, with_index_layers
 from kvsnap.formats.colikv.records import ByteSource, BytesSource, Unchanged
 from kvsnap.formats.colikv.rows import Encoding
-from kvsnap.formats.colikv.writing import content_of, losses_of, write_snapshot
+from kvsnap.formats.colikv.writing import content_of, losses_of, stored_records, write_snapshot
+from kvsnap.formats.native.write import MemorySink
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Loss, Progress, Sink
 
-__all__ = ["FORMAT", "ColikvFormat", "load", "loads"]
+__all__ = ["FORMAT", "ColikvFormat", "dumps", "load", "loads", "save"]
 
 _VERSIONS = {1: ("float32",), 2: ("fp8",), 3: ("int4", "polar")}
 
@@ -86,7 +87,10 @@ def loads(
     return _snapshot(BytesSource(data), size, None, None, geometry, index_layers, dialect)
 
 
-def _chosen(codec: str | None, version: int | None) -> Encoding:
+def _chosen(snapshot: Snapshot, codec: str | None, version: int | None) -> Encoding:
+    records = stored_records(snapshot) if codec is None and version is None else None
+    if records is not None:
+        return records.header.encoding
     if version is not None and version not in _VERSIONS:
         raise InputError("no such version of COLIKV", expected="1, 2 or 3", found=version)
     name, _, bits = (codec or _VERSIONS[version or 1][0]).partition(":")
@@ -100,7 +104,10 @@ def _chosen(codec: str | None, version: int | None) -> Encoding:
 
 
 class ColikvFormat:
-    """The `Format` `colikv`. Codecs: `float32`, `fp8`, `int4`, `polar` (4 bits; `polar:3` for another number)."""
+    """The `Format` `colikv`. Codecs: `float32`, `fp8`, `int4`, `polar` (4 bits; `polar:3` for another number).
+
+    None means float32; for an unchanged snapshot from such a file, every record as it is stored.
+    """
 
     name = "colikv"
     codecs = ("float32", "fp8", "int4", "polar")
@@ -120,7 +127,7 @@ class ColikvFormat:
 
     def losses(self, snapshot: Snapshot, *, codec: str | None = None, version: int | None = None) -> tuple[Loss, ...]:
         """Tell what would be lost; `UnsupportedError` where the snapshot cannot be written at all."""
-        encoding = _chosen(codec, version)
+        encoding = _chosen(snapshot, codec, version)
         return losses_of(snapshot, encoding, content_of(snapshot))
 
     def write(
@@ -137,7 +144,31 @@ class ColikvFormat:
         """Write a whole file; `vocab` is needed where the snapshot does not know the size of the vocabulary."""
         if byte_order not in {None, "little"}:
             raise InputError("a .coli_kv file is little-endian", expected="little", found=byte_order)
-        return write_snapshot(snapshot, sink, _chosen(codec, version), vocab=vocab, progress=progress)
+        return write_snapshot(snapshot, sink, _chosen(snapshot, codec, version), vocab=vocab, progress=progress)
 
 
 FORMAT = ColikvFormat()
+
+
+def dumps(
+    snapshot: Snapshot, *, codec: str | None = None, version: int | None = None, vocab: int | None = None
+) -> bytes:
+    """Return the bytes of a file; options as in `ColikvFormat.write`."""
+    sink = MemorySink()
+    FORMAT.write(snapshot, sink, codec=codec, version=version, vocab=vocab)
+    return bytes(sink.data)
+
+
+def save(
+    snapshot: Snapshot,
+    path: str | os.PathLike[str],
+    *,
+    codec: str | None = None,
+    version: int | None = None,
+    vocab: int | None = None,
+    sync: bool = True,
+    progress: Progress | None = None,
+) -> int:
+    """Write a file durably, under a temporary name that is then renamed; return its length in bytes."""
+    with replacing(path, sync=sync) as writer:
+        return FORMAT.write(snapshot, writer, codec=codec, version=version, vocab=vocab, progress=progress)

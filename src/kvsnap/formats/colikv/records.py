@@ -205,14 +205,27 @@ class Records:
 
     def __init__(self, source: ByteSource, header: Header, n_records: int, unchanged: Unchanged | None) -> None:
         self.n_records = n_records
-        self._source, self._header, self._unchanged = source, header, unchanged
+        self.header = header
+        self._source, self._unchanged = source, unchanged
 
     def read_many(self, pairs: Sequence[tuple[Source, Any]], progress: Callable[[int], None] | None = None) -> None:
         """Fill each array in one pass over the records. `ConflictError` when the file changed since it was opened."""
         columns = [(source.column, out) for source, out in pairs if isinstance(source, LazyRows)]
         if self._unchanged is not None:
             self._unchanged.check()
-        read_columns(self._source, self._header, self.n_records, columns, progress)
+        read_columns(self._source, self.header, self.n_records, columns, progress)
+        if self._unchanged is not None:
+            self._unchanged.check()
+
+    def raw(self) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+        """Yield (first record, whole records `[n, record_size]`) as they are stored."""
+        if self._unchanged is not None:
+            self._unchanged.check()
+        step = step_of(self.header)
+        for at in range(0, self.n_records, step):
+            block = np.empty((min(step, self.n_records - at), self.header.record_size), np.uint8)
+            self._source.read_into(self.header.offset(at), block)
+            yield at, block
         if self._unchanged is not None:
             self._unchanged.check()
 

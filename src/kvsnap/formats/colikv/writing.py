@@ -13,13 +13,22 @@ import numpy.typing as npt
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.formats.colikv.header import Geometry, new_header
 from kvsnap.formats.colikv.reading import UNASSIGNED
-from kvsnap.formats.colikv.records import Column, Rows, columns_of, pack_records, step_of
+from kvsnap.formats.colikv.records import Column, LazyRows, Records, Rows, columns_of, pack_records, step_of
 from kvsnap.formats.colikv.rows import Encoding
 from kvsnap.layout import Layer, Snapshot, Tensor
 from kvsnap.protocols import Loss, Progress, Sink
 from kvsnap.tensors import numpy_dtype, read_all
 
-__all__ = ["Content", "check_ids", "content_of", "float_rows", "losses_of", "values_of", "write_snapshot"]
+__all__ = [
+    "Content",
+    "check_ids",
+    "content_of",
+    "float_rows",
+    "losses_of",
+    "stored_records",
+    "values_of",
+    "write_snapshot",
+]
 
 # Decoded bytes of the tensors that are in memory at once while a file is written.
 _GROUP = 64 << 20
@@ -174,6 +183,28 @@ def _vocabulary(snapshot: Snapshot) -> int | None:
     return int(snapshot.logits.spec.shape[-1]) if snapshot.logits is not None else None
 
 
+def stored_records(snapshot: Snapshot) -> Records | None:
+    """Return the records of the file that a snapshot was loaded from, if it is what they hold and nothing else.
+
+    Then they can be copied as they are: encoding decoded rows once more may change them.
+    """
+    records: Records | None = None
+    columns: set[Column] = set()
+    for tensor in snapshot.tensors():
+        rows = tensor.source if hasattr(tensor, "source") else None
+        if not isinstance(rows, LazyRows) or tensor.role != rows.column.role or tensor.start:
+            return None
+        records = records or rows.batch
+        owners = records.header.geometry.index_owners
+        place = rows.column.number if rows.column.role != "index" else owners[rows.column.number] if owners else -1
+        if rows.batch is not records or place != tensor.spec.layer:
+            return None
+        columns.add(rows.column)
+    if records is None or records.n_records != snapshot.n_rows or columns != set(columns_of(records.header)):
+        return None
+    return records if records.header.dialect == "colibri" and not records.header.is_lossy_width else None
+
+
 # -- what is lost -------------------------------------------------------------------------------------------
 
 
@@ -208,7 +239,10 @@ def losses_of(snapshot: Snapshot, encoding: Encoding, content: Content) -> tuple
     out += [Loss("field", t.name, f"{t.role} has no place in a record") for t in content.left_out]
     chosen = {id(t): t for t, _ in content.tensors if t is not None}.values()
     out += [Loss("dtype", t.name, f"{t.spec.dtype} is stored as float32") for t in chosen if t.spec.dtype != "float32"]
-    if encoding.name != "float32":
+    if snapshot.source.get("dialect") == "watermark":
+        out.append(Loss("field", "complete_turn_records", "where the last complete turn ends is not stored"))
+    records = stored_records(snapshot)
+    if encoding.name != "float32" and (records is None or records.header.encoding != encoding):
         detail = f"latent and rope rows are stored as {encoding}"
         out.append(Loss("precision", "layers", detail, float("inf")))
     return tuple(out)
@@ -235,6 +269,10 @@ def write_snapshot(
         header = new_header(geometry, encoding)
     header = replace(header, count=n)
     sink.write_at([header.pack()], 0)
+    records = stored_records(snapshot)
+    if records is not None and records.header.encoding == encoding:
+        _copy(records, content.tokens, sink, progress)
+        return header.offset(n)
     columns, step, total, done = columns_of(header), step_of(header), n * header.record_size, 0
     for first, last in _groups(columns, n):
         part = columns[first:last]
@@ -253,6 +291,17 @@ def write_snapshot(
             if progress is not None:
                 progress(done, total)
     return header.offset(n)
+
+
+def _copy(records: Records, tokens: npt.NDArray[np.int32], sink: Sink, progress: Progress | None) -> None:
+    """Write records as they are stored, with the ids of the snapshot."""
+    header, ids = records.header, tokens.astype("<i4").view(np.uint8).reshape(-1, 4)
+    for at, block in records.raw():
+        stop = at + len(block)
+        block[:, :4] = ids[at:stop]
+        sink.write_at([block], header.offset(at))
+        if progress is not None:
+            progress(stop * header.record_size, records.n_records * header.record_size)
 
 
 def _groups(columns: Sequence[Column], n: int) -> list[tuple[int, int]]:
