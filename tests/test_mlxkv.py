@@ -430,9 +430,8 @@ def test_source_tells_header_and_differences() -> None:
 def test_identity_knows_what_the_file_tells_and_no_weights() -> None:
     identity = mlxkv.loads(data_of("v3_f32")).identity
     assert identity.architecture == "gemma4_text"
-    assert dict(identity.config) == {
-        "head_dim": "4", "num_attention_heads": "8", "num_hidden_layers": "3", "num_key_value_heads": "2",
-    }  # fmt: skip
+    expected = {"num_attention_heads": "8", "num_hidden_layers": "3", "num_key_value_heads": "2"}
+    assert dict(identity.config) == expected
     assert identity.weights == ()
     assert "num_key_value_heads" not in dict(mlxkv.loads(data_of("v6_ragged_heads")).identity.config)
 
@@ -657,6 +656,11 @@ def test_native_keeps_the_dtype_and_float32_widens_it(dtype: str) -> None:
     assert head["f32_hex"] == hex_of(k[1].astype(np.float32))
     assert [loss.kind for loss in mlxkv.FORMAT.losses(snapshot)] == ([] if dtype == "float32" else ["dtype"])
     assert mlxkv.FORMAT.losses(snapshot, codec="native") == ()
+    with_logits = replace(snapshot, logits=logits(3, dtype))
+    told = [(loss.kind, loss.what) for loss in mlxkv.FORMAT.losses(with_logits, codec="native")]
+    assert told == ([] if dtype == "float32" else [("dtype", "logits")])
+    found = SpecReader(mlxkv.dumps(with_logits, codec="native")).read()["logits_hex"]
+    assert found == hex_of(np.arange(3, dtype="<f4"))
 
 
 @pytest.mark.parametrize(
@@ -686,6 +690,17 @@ def test_version_1_tells_what_it_leaves_out() -> None:
     told = {loss.what for loss in mlxkv.FORMAT.losses(snapshot, version=1)}
     assert told == {"generated", "logits"}
     assert mlxkv.loads(mlxkv.dumps(snapshot, version=1)).logits is None
+
+
+def test_an_offset_of_0_is_written_as_the_number_of_ids() -> None:
+    snapshot = made(token_offset=0, positions=())
+    assert SpecReader(mlxkv.dumps(snapshot)).read()["token_offset_stored"] == 3
+    assert "token_offset" in {loss.what for loss in mlxkv.FORMAT.losses(snapshot)}
+    loaded = mlxkv.loads(data_of("ok_stored_offset_zero"))
+    assert loaded.token_offset == 5
+    assert SpecReader(mlxkv.dumps(loaded)).read()["token_offset_stored"] == 0  # unchanged: as it was
+    assert SpecReader(mlxkv.dumps(loaded, codec="float32")).read()["token_offset_stored"] == 5  # as the original writes
+    assert mlxkv.dumps(loaded, codec="float32") == data_of("v2_full")
 
 
 @pytest.mark.parametrize(
@@ -865,6 +880,33 @@ def test_save_and_load_through_a_file(tmp_path: Path) -> None:
     mlxkv.save(there, path, sync=False)  # over the file that it is read from
     assert mlxkv.loads(path.read_bytes()).source["byte_order"] == "big"
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("codec", ["float32", "q8", "native"])
+@pytest.mark.parametrize("order", ["little", "big"])
+def test_large_tensors_reach_the_file_as_they_reach_memory(codec: str, order: str, tmp_path: Path) -> None:
+    snapshot = made(rows=5000, dtype="bfloat16", logits=logits(3))
+    data = mlxkv.dumps(snapshot, codec=codec, byte_order=order)
+    mlxkv.save(snapshot, tmp_path / "a", codec=codec, byte_order=order, sync=False)
+    assert (tmp_path / "a").read_bytes() == data
+    assert SpecReader(data).read()["trailing_bytes"] == 0
+    there = mlxkv.load(tmp_path / "a")
+    mlxkv.save(there, tmp_path / "b", sync=False)
+    assert (tmp_path / "b").read_bytes() == data
+
+
+@pytest.mark.parametrize("n_pending", [0, 1])
+@pytest.mark.parametrize("n_generated", [0, 1, 2, 3])
+def test_tokens_generated_and_pending_come_back(n_pending: int, n_generated: int) -> None:
+    runs = tuple(r for r in (Run("prompt", 6 - n_generated), Run("generated", n_generated)) if r.count)
+    n_rows = 6 - n_pending
+    snapshot = made(
+        rows=n_rows, tokens=(9, 8, 7, 6, 5, 4), runs=runs, n_pending=n_pending, n_rows=n_rows, token_offset=n_rows,
+        positions=(PositionRun(0, n_rows),),
+    )  # fmt: skip
+    there = mlxkv.loads(mlxkv.dumps(snapshot))
+    for name in ("tokens", "runs", "n_rows", "n_pending", "token_offset", "positions", "generated", "pending"):
+        assert getattr(there, name) == getattr(snapshot, name), name
 
 
 def test_sniff_goes_by_content() -> None:

@@ -29,7 +29,7 @@ class MlxkvFormat:
     """The `Format` of MLXKV001 files."""
 
     name = "mlxkv"
-    codecs = CODECS
+    codecs: tuple[str, ...] = CODECS
 
     def sniff(self, head: bytes) -> bool:
         """Tell by the magic."""

@@ -116,17 +116,21 @@ def _new(snapshot: Snapshot, plan: Plan) -> Iterator[Loss]:
 
 
 def _precision(snapshot: Snapshot, plan: Plan, written: list[Tensor]) -> Iterator[Loss]:
-    logits = [] if snapshot.logits is None else [snapshot.logits]
     kept = NATIVE if plan.codec == "native" else ("float32",)
-    wide = {t.spec.dtype for t in written if t.spec.dtype not in kept} | {t.spec.dtype for t in logits} - {"float32"}
-    exact = wide & _EXACT_IN_FLOAT32
-    if exact:
-        yield Loss("dtype", "k, v, logits", f"{', '.join(sorted(exact))} values are stored as float32; none changes")
-    if wide - exact:
-        yield Loss("precision", "k, v, logits", f"{', '.join(sorted(wide - exact))} is rounded to float32", math.inf)
+    yield from _widened("k, v", {t.spec.dtype for t in written} - set(kept))
+    if snapshot.logits is not None:
+        yield from _widened("logits", {snapshot.logits.spec.dtype} - {"float32"})
     if plan.codec == "q8" and any(t.nbytes for t in written):
         yield _q8()
     if snapshot.bound and plan.codec != "q8":
         yield Loss(
             "field", "bound", "that these values are not exactly those of the engine is not told", snapshot.bound
         )
+
+
+def _widened(what: str, dtypes: set[str]) -> Iterator[Loss]:
+    exact = dtypes & _EXACT_IN_FLOAT32
+    if exact:
+        yield Loss("dtype", what, f"{', '.join(sorted(exact))} values are stored as float32; none changes")
+    if dtypes - exact:
+        yield Loss("precision", what, f"{', '.join(sorted(dtypes - exact))} is rounded to float32", math.inf)

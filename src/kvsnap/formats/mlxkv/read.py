@@ -298,11 +298,13 @@ def _logits(file: File, number: int) -> Tensor | None:
 
 
 def _identity(architecture: str, file: File, layers: Sequence[Layer]) -> Identity:
-    """Return what the file tells of the model. Head counts and widths only where all layers agree on them."""
+    """Return what the file tells of the model; head counts only where all layers agree on them.
+
+    Not the head width: settings often leave it open, and the shapes of the tensors are compared at a restore anyway.
+    """
     attention = [layer for layer in layers if layer.kind == "attention"]
     config: list[tuple[str, str]] = []
     for name, values in (
-        ("head_dim", {layer.head_dim for layer in attention}),
         ("num_key_value_heads", {layer.num_heads for layer in attention}),
         ("num_attention_heads", {file.num_query_heads} if attention and file.num_query_heads else set()),
         ("num_hidden_layers", {len(layers)} if len(layers) == file.num_layers and layers else set()),
