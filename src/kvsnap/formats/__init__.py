@@ -16,6 +16,7 @@ __all__ = ["NAMES", "format_named", "format_of", "format_of_bytes"]
 # for the others; each has its one instance under the name FORMAT.
 _MODULES = {
     "native": "kvsnap.formats.native.plain",
+    "mlxkv": "kvsnap.formats.mlxkv",
     "safetensors": "kvsnap.formats.safetensors",
 }
 NAMES = tuple(_MODULES)
