@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -321,6 +322,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["reset", "sealed.kvsnap"], 2, "a sealed snapshot is never changed"),
         (["cat", "sealed.kvsnap", "--prompt-only"], 2, "--model"),
         (["demo", "--half", "1"], 2, "--half is too small"),
+        (["demo", "--output", "sealed.kvsnap"], 2, "a directory is needed"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused_before_the_work(
@@ -474,3 +476,13 @@ def test_changed_settings_keep_the_saved_random_numbers_unless_a_seed_is_given()
     fresh = sampler_state(SAMPLER, {"seed": 3})
     assert fresh is not None
     assert (fresh.random.seed, fresh.random.draws) == (3, 0)
+
+
+def test_a_terminal_without_the_characters_gets_marks_instead(sealed: Path) -> None:
+    path = sealed.with_name("signs.kvsnap")
+    kvsnap.save(snapshot(TOKENS, text="naïve 漢字"), path)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvsnap", "cat", str(path)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "na?ve ??\n"

@@ -5,6 +5,7 @@ This module is the rim: every error becomes one line on stderr (with `--json` an
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -120,4 +121,7 @@ def run(args: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Run the command line of this process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to lose a run
     sys.exit(run())

@@ -41,6 +41,8 @@ def demo(
     """
     if half < 2:
         raise InputError("--half is too small", expected="2 or more", found=half)
+    if os.path.lexists(output) and not os.path.isdir(output):
+        raise InputError("a directory is needed, this is a file", path=output)
     from kvsnap.cli import _demo_steps, _demo_trust
 
     story = _Story(as_json)
@@ -77,11 +79,6 @@ def _text() -> str:
 def _prepare(output: str, tokens: int | None, half: int, model: str, dtype: str | None, attention: str | None) -> Any:
     from kvsnap.cli._demo_parts import Run
 
-    if not os.path.isdir(output):
-        files.make_directory(output)
-    for name in _MADE:  # of an earlier run; a session would go on growing
-        if os.path.lexists(os.path.join(output, name)):
-            files.remove(os.path.join(output, name))
     started = time.perf_counter()
     engine: Any = open_engine(model, dtype, attention)
     loaded = time.perf_counter() - started
@@ -92,6 +89,11 @@ def _prepare(output: str, tokens: int | None, half: int, model: str, dtype: str 
     if tokens is not None and tokens < 1:
         raise InputError("--tokens is too small, or the context of the model is", expected="1 or more", found=tokens)
     ids = ids[:tokens]
+    if not os.path.isdir(output):
+        files.make_directory(output)
+    for name in _MADE:  # of an earlier run; a session would go on growing
+        if os.path.lexists(os.path.join(output, name)):
+            files.remove(os.path.join(output, name))
     return Run(model, engine.model, engine.tokenizer, engine, output, ids, half, loaded)
 
 
