@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsnap import formats, inspection, sampling
@@ -98,7 +98,7 @@ def save(
 
 def _foreign_report(snapshot: Snapshot, path: str, name: str, nbytes: int, losses: Sequence[Loss]) -> SaveReport:
     bound = max([snapshot.bound, *(loss.bound for loss in losses)])
-    changed = any(loss.kind in ("dtype", "precision", "rows") for loss in losses)
+    changed = any(loss.kind in ("precision", "rows") for loss in losses)
     return SaveReport(
         path=path,
         format=name,
@@ -144,7 +144,7 @@ class LossReport:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready data."""
         data: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        data["losses"] = [asdict(loss) for loss in self.losses]
+        data["losses"] = [loss.to_dict() for loss in self.losses]
         return data
 
 

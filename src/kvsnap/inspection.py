@@ -54,7 +54,10 @@ def _foreign_summary(snapshot: Snapshot, path: str, name: str) -> Summary:
     layers = tuple(_layer_summary(layer) for layer in snapshot.layers)
     first = next((layer for layer in layers if layer.head_dim), None)
     n_generated = sum(run.count for run in snapshot.runs if run.kind == "generated")
-    info = snapshot.source.get("info", ())
+    source = snapshot.source
+    info = source.get("info", source.get("notes", ()))
+    order = str(source.get("byte_order", ""))
+    dialect = " ".join(str(d) for d in (source.get("dialect"), f"{order}-endian" if order else "") if d)
     tensors = [*snapshot.tensors(), *([snapshot.logits] if snapshot.logits else [])]
     size = os.stat(path)
     stored = Stored(len(tensors), size.st_size, snapshot.nbytes, snapshot.bound)
@@ -68,7 +71,7 @@ def _foreign_summary(snapshot: Snapshot, path: str, name: str) -> Summary:
         has_text=snapshot.text is not None, sampler=snapshot.sampler, file_bytes=size.st_size,
         tensor_bytes=snapshot.nbytes, stored={str(snapshot.source.get("encoding", name)): stored},
         exact=not snapshot.bound, bound=snapshot.bound, layers=layers, identity=snapshot.identity,
-        metadata=snapshot.metadata, notes=tuple(str(note) for note in info) if isinstance(info, (list, tuple)) else (),
+        metadata=snapshot.metadata, dialect=dialect, notes=tuple(str(note) for note in info) if isinstance(info, (list, tuple)) else (),
     )  # fmt: skip
 
 

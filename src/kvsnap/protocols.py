@@ -202,6 +202,11 @@ class Loss:
     detail: str
     bound: float = 0.0
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data; a bound that is not known before the values are read is null."""
+        bound = self.bound if self.bound != float("inf") else None
+        return {"kind": self.kind, "what": self.what, "detail": self.detail, "bound": bound}
+
 
 class Format(Protocol):
     """A file format: how a file becomes a snapshot and back. Stateless."""

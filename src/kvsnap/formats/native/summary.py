@@ -81,6 +81,7 @@ class Summary:
     layers: tuple[LayerSummary, ...]
     identity: Identity
     metadata: Mapping[str, str] = field(default_factory=dict)
+    dialect: str = ""
     dropped: int = 0
     notes: tuple[str, ...] = ()
 

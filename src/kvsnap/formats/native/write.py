@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ from kvsnap.records import (
 __all__ = ["MemorySink", "RecordWriter", "SaveReport", "Sink", "new_header", "write_snapshot"]
 
 _OVERLAP_FROM = 4 << 20
+_WORKERS = 2
 
 
 class Sink(Protocol):
@@ -98,7 +100,8 @@ class SaveReport:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready data."""
         data: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        data.update(inexact=list(self.inexact), losses=[asdict(loss) for loss in self.losses])
+        data.update(inexact=list(self.inexact), losses=[loss.to_dict() for loss in self.losses])
+        data["bound"] = self.bound if self.bound != float("inf") else None
         return data
 
 
@@ -143,18 +146,20 @@ def _bytes_of(buffer: Any) -> Any:
     return buffer
 
 
-def _ahead(work: Sequence[Callable[[], _Encoded]], overlap: bool) -> Iterator[_Encoded]:
-    """Yield the results in order; with `overlap` the next one is made in a thread while the caller writes this one."""
-    if not overlap or len(work) < 2:
+def _ahead(work: Sequence[Callable[[], _Encoded]], workers: int) -> Iterator[_Encoded]:
+    """Yield the results in order; the next `workers` are made in threads while the caller writes this one."""
+    if not workers or len(work) < 2:
         for make in work:
             yield make()
         return
-    with ThreadPoolExecutor(1, thread_name_prefix="kvsnap-encode") as pool:
-        coming: Future[_Encoded] = pool.submit(work[0])
-        for make in work[1:]:
-            ready, coming = coming.result(), pool.submit(make)
+    with ThreadPoolExecutor(workers, thread_name_prefix="kvsnap-encode") as pool:
+        coming = deque(pool.submit(make) for make in work[:workers])
+        for make in work[workers:]:
+            ready = coming.popleft().result()
+            coming.append(pool.submit(make))
             yield ready
-        yield coming.result()
+        while coming:
+            yield coming.popleft().result()
 
 
 class RecordWriter:
@@ -194,7 +199,9 @@ class RecordWriter:
         work = [partial(_encode, tensor, codec) for tensor in tensors]
         parts: list[Part] = []
         at, done = length, 0
-        for encoded in _ahead(work, total >= _OVERLAP_FROM):
+        # Hashing keeps up with writing; encoding does not.
+        ahead = 1 if codec == codecs.EXACT.name else _WORKERS
+        for encoded in _ahead(work, ahead if total >= _OVERLAP_FROM else 0):
             part = replace(encoded.part, offset=at)
             padding = bytes(-part.stored % 64)
             self.sink.write_at([*(_bytes_of(b) for b in encoded.buffers), padding], place + RECORD_SIZE + at)
