@@ -26,10 +26,12 @@ from kvsnap.errors import (
     InputError,
     KvsnapError,
     MissingError,
+    PoisonedError,
     StorageError,
     UnsupportedError,
     VersionError,
 )
+from kvsnap.formats import mlxkv, native
 from kvsnap.formats.colikv import (
     FORMAT,
     ColiFile,
@@ -177,13 +179,14 @@ def test_one_changed_byte_is_seen_by_the_check_of_the_rows() -> None:
         check_rows(loads(bytes(data)), "v1_basic")
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mode", ["original-v1", "original-latest"])
-def test_the_modes_do_what_the_original_readers_did(name: str, mode: str, tmp_path: Path) -> None:
-    readers = sidecar(name).get("original_readers", {})
-    wanted = readers.get("first_generation" if mode == "original-v1" else "latest_generation")
-    if wanted is None:
-        pytest.skip("this reader was not run on this file")
+MODES = {"first_generation": "original-v1", "latest_generation": "original-latest"}
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"), [(n, generation) for n in NAMES for generation in sidecar(n).get("original_readers", {})]
+)
+def test_the_modes_do_what_the_original_readers_did(name: str, generation: str, tmp_path: Path) -> None:
+    wanted, mode = sidecar(name)["original_readers"][generation], MODES[generation]
     reader = sidecar(name)["reader"]
     with ColiFile.open(
         copy(name, tmp_path), geometry_of(name), mode=mode, encoding=encoding_for(name),
@@ -567,6 +570,16 @@ def test_the_first_engine_would_write_under_a_foreign_header_and_this_does_not(t
     assert load(path, geometry=other).tokens == (1,)
 
 
+def test_an_original_that_finds_the_context_full_starts_over_at_the_first_record(tmp_path: Path) -> None:
+    name = "v1_context_full"
+    path = copy(name, tmp_path)
+    with ColiFile.open(path, geometry_of(name), mode="original-latest", context=17) as opened:
+        assert (opened.outcome, opened.n_records, opened.load().tokens) == ("exceeds-context", 0, ())
+        assert opened.append(*rows_of(name, 4, 6)) == 2
+        assert opened.load().tokens == tuple(rows_of(name, 4, 6)[0])
+    assert len(path.read_bytes()) == len(golden(name))
+
+
 # -- failing disks
 
 
@@ -588,6 +601,25 @@ def test_no_space_leaves_the_file_as_it_was_and_usable(tmp_path: Path, monkeypat
         assert caught.value.errno == errno.ENOSPC
         assert path.read_bytes() == golden("v1_basic")
         monkeypatch.setattr(files.system, "_pwritev", real)
+        assert opened.append(*rows_of("v1_incremental", 5, 7)) == 7
+    assert path.read_bytes() == golden("v1_incremental")
+
+
+def test_a_failed_sync_poisons_the_file_and_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, g = copy("v1_basic", tmp_path), geometry_of("v1_basic")
+    with ColiFile.open(path, g) as opened:
+
+        def failed(fd: int) -> None:
+            raise OSError(errno.EIO, "gone")
+
+        monkeypatch.setattr(os, "fdatasync", failed)
+        with pytest.raises(StorageError):
+            opened.append(*rows_of("v1_incremental", 5, 7))
+        monkeypatch.undo()
+        with pytest.raises(PoisonedError):
+            opened.append(*rows_of("v1_incremental", 5, 7))
+    assert path.read_bytes()[:40] == golden("v1_basic")[:40]
+    with ColiFile.open(path, g) as opened:
         assert opened.append(*rows_of("v1_incremental", 5, 7)) == 7
     assert path.read_bytes() == golden("v1_incremental")
 
@@ -675,7 +707,12 @@ def test_a_crash_during_append_loses_at_most_what_was_being_appended(
     )  # fmt: skip
     assert len(states) >= 9
     assert torn(states, {before: tokens[:before], 7: tokens}, reference) == []
-    assert loads(states[-1]).n_rows in {before, 7}
+    for state in states:  # each is a file to go on with
+        n = loads(state).n_rows
+        (tmp_path / "after").write_bytes(state)
+        with ColiFile.open(tmp_path / "after", geometry_of(start)) as opened:
+            assert opened.append(*rows_of("v1_incremental", n, 7)) == 7 if n < 7 else opened.n_records == 7
+        assert (tmp_path / "after").read_bytes() == reference
 
 
 def test_a_crash_during_truncate_then_append_never_mixes_old_and_new(
@@ -793,6 +830,14 @@ def test_stored_codes_are_copied_and_never_encoded_again(name: str, tmp_path: Pa
     assert dumps(snapshot.truncate(1))[:8] == b"COLIKV1\0"
     swapped = replace(snapshot, layers=(replace(snapshot.layers[1], index=0), *snapshot.layers[1:]))
     assert dumps(swapped)[:8] == b"COLIKV1\0"
+
+
+@pytest.mark.parametrize("name", ["v1_basic", "v1_dsa_some_layers", "v1_no_rope", "v1_special_values"])
+@pytest.mark.parametrize("known", [True, False])
+def test_the_way_through_the_native_file_and_back_keeps_every_byte(name: str, known: bool) -> None:
+    owners = tuple(sidecar(name)["reader"]["index_layers"])
+    snapshot = loads(golden(name), index_layers=owners if known and owners else None)
+    assert dumps(native.loads(native.dumps(snapshot))) == golden(name)
 
 
 def latent_snapshot(n: int = 4, layers: int = 2, dtype: str = "float32", **changes: Any) -> Snapshot:
@@ -927,6 +972,15 @@ def test_one_head_of_keys_and_values_is_stored_as_latent_and_rope_rows() -> None
     back = loads(written(snapshot))
     assert [np.array_equal(t.array, tensors[i].array[0]) for i, t in enumerate(back.tensors())] == [True, True]
     assert [loss.what for loss in FORMAT.losses(snapshot)] == ["layers.0.kind"]
+
+
+@pytest.mark.parametrize("name", ["v1_basic", "v1_no_rope", "v1_context_full"])
+def test_the_way_through_mlxkv_and_back_keeps_every_byte(name: str) -> None:
+    back = mlxkv.loads(mlxkv.dumps(loads(golden(name))))
+    assert "vocab" not in {loss.what for loss in FORMAT.losses(back)}
+    assert dumps(back, vocab=1000) == golden(name)
+    with pytest.raises(InputError, match="give vocab"):
+        dumps(back)
 
 
 def test_a_growing_snapshot_is_appended_turn_by_turn(tmp_path: Path) -> None:

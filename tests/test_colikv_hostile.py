@@ -69,6 +69,9 @@ CASES: dict[str, tuple[bytes, str, str]] = {
     "huge_index_count_unused": (header(index_count=HUGE) + BODY, "", ""),
     "negative_vocabulary": (header(vocab=-1) + BODY, "FormatError", "vocabulary size.*at byte 28"),
     "huge_count": (header(count=HUGE) + BODY, "", ""),
+    "more_records_than_any_context": (
+        header(n_layers=1, kv_lora=1, qk_rope=0, count=HUGE) + bytes(8 * (2**22 + 1)), "UnsupportedError", "at byte 32",
+    ),
     "lowest_count": (header(count=-HUGE - 1) + BODY, "", ""),
     "largest_allowed_product": (header(n_layers=4096, kv_lora=1 << 20, qk_rope=1 << 20, count=HUGE) + BODY, "", ""),
     "product_beyond_64_bits_is_computed": (

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvsnap.errors import CompatibilityError, ConflictError, InputError, UnsupportedError
 from kvsnap.files import Appender, Writer, write_whole
-from kvsnap.formats.colikv.header import COUNT_AT, HEADER_SIZE, MAX_INT, new_header
+from kvsnap.formats.colikv.header import COUNT_AT, HEADER_SIZE, MAX_RECORDS, new_header
 from kvsnap.formats.colikv.opened import ColiRows, OpenColiFile
 from kvsnap.formats.colikv.reading import foreign_rows
 from kvsnap.formats.colikv.records import Rows, columns_of, pack_records, read_columns, read_tokens, step_of
@@ -85,7 +85,7 @@ class ColiFile(OpenColiFile):
         content = content_of(snapshot, self.geometry.vocab)
         self.header.require(content.geometry, self.path)
         mine = self.geometry.index_owners
-        if content.geometry.index_owners != mine:
+        if mine is not None and content.geometry.index_owners != mine:
             raise CompatibilityError(
                 "index rows belong to other layers", path=self.path, expected=mine, found=content.geometry.index_owners
             )
@@ -105,8 +105,8 @@ class ColiFile(OpenColiFile):
 
     def _append(self, ids: npt.NDArray[np.int32], rows: Sequence[Rows]) -> int:
         self._check_unchanged()
-        if self.n_records + len(ids) > MAX_INT:
-            raise InputError("too many records for the count", expected=MAX_INT, found=self.n_records + len(ids))
+        if self.n_records + len(ids) > MAX_RECORDS:
+            raise InputError("more records than any context has", expected=MAX_RECORDS, found=self.n_records + len(ids))
         if not len(ids):
             return self.n_records
         self._prepare()

@@ -33,7 +33,6 @@ def _snapshot(
     source: ByteSource,
     size: int,
     path: str | None,
-    unchanged: Unchanged | None,
     geometry: Geometry | None,
     index_layers: Sequence[int] | None,
     dialect: str | None,
@@ -52,6 +51,7 @@ def _snapshot(
         header.require(geometry, path)
         header = with_index_layers(header, geometry.index_layers, path)
     has_draft = geometry is not None and geometry.has_draft
+    unchanged = None if path is None else Unchanged(path, source, bytes(head))
     return snapshot_of(source, header, unchanged=unchanged, has_draft=has_draft)
 
 
@@ -71,8 +71,7 @@ def load(
     """
     text = os.fspath(path)
     reader = Reader(text, follow_symlinks=False)
-    unchanged = Unchanged(text)
-    return _snapshot(reader, reader.size, text, unchanged, geometry, index_layers, dialect)
+    return _snapshot(reader, reader.size, text, geometry, index_layers, dialect)
 
 
 def loads(
@@ -84,7 +83,7 @@ def loads(
 ) -> Snapshot:
     """Return the usable records in these bytes, as `load` does. `data` must not change while the snapshot is used."""
     size = memoryview(data).nbytes
-    return _snapshot(BytesSource(data), size, None, None, geometry, index_layers, dialect)
+    return _snapshot(BytesSource(data), size, None, geometry, index_layers, dialect)
 
 
 def _chosen(snapshot: Snapshot, codec: str | None, version: int | None) -> Encoding:
@@ -128,7 +127,7 @@ class ColikvFormat:
     def losses(self, snapshot: Snapshot, *, codec: str | None = None, version: int | None = None) -> tuple[Loss, ...]:
         """Tell what would be lost; `UnsupportedError` where the snapshot cannot be written at all."""
         encoding = _chosen(snapshot, codec, version)
-        return losses_of(snapshot, encoding, content_of(snapshot))
+        return losses_of(snapshot, encoding, content_of(snapshot, for_writing=False))
 
     def write(
         self,

@@ -26,6 +26,7 @@ _WORDS = struct.Struct("<8s8i")
 MAX_LAYERS = 1 << 12
 MAX_WIDTH = 1 << 20
 MAX_INT = (1 << 31) - 1
+MAX_RECORDS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,16 +229,26 @@ def parse_header(head: bytes, size: int, *, path: str | None = None, dialect: st
     magic, n_layers, kv_lora, qk_rope, index_width, index_count, vocab, count, word = _WORDS.unpack(head[:HEADER_SIZE])
     numbers = (n_layers, kv_lora, qk_rope, index_width, index_count, vocab)
     geometry = _geometry(numbers, path)
-    if magic == _SYNTARA:
-        return Header(magic, geometry, _by_word(word, path), count, word, "syntara", size)
-    version = _MAGIC[magic]
+    header = _meant(Header(magic, geometry, Encoding("float32"), count, word, "colibri", size), path, dialect)
+    if header.n_usable > MAX_RECORDS:
+        raise UnsupportedError(
+            "more records than any context has", path=path, offset=COUNT_AT, expected=f"at most {MAX_RECORDS}",
+            found=header.n_usable,
+        )  # fmt: skip
+    return header
+
+
+def _meant(plain: Header, path: str | None, dialect: str | None) -> Header:
+    """Return the header with the encoding and dialect that magic, last word and size tell."""
+    if plain.magic == _SYNTARA:
+        return replace(plain, encoding=_by_word(plain.word, path), dialect="syntara")
+    version = _MAGIC[plain.magic]
     if version == 1:
-        return Header(magic, geometry, Encoding("float32"), count, word, "colibri", size)
+        return plain
     if version == 3:
-        return Header(magic, geometry, _packed(word, path), count, word, "colibri", size)
-    plain = Header(magic, geometry, Encoding("float32"), count, word, "watermark", size)
-    fp8 = replace(plain, encoding=Encoding("fp8"), dialect="colibri")
-    return {"fp8": fp8, "watermark": plain}[dialect or _version_2(fp8, plain, path)]
+        return replace(plain, encoding=_packed(plain.word, path))
+    fp8, turns = replace(plain, encoding=Encoding("fp8")), replace(plain, dialect="watermark")
+    return {"fp8": fp8, "watermark": turns}[dialect or _version_2(fp8, turns, path)]
 
 
 def _geometry(numbers: Sequence[int], path: str | None) -> Geometry:

@@ -162,10 +162,14 @@ def read_tokens(source: ByteSource, header: Header, n_records: int) -> npt.NDArr
 
 
 class Unchanged:
-    """Watches that a file is still the one that was opened, and was not written to since."""
+    """Watches that a file is still the one that was opened, and was not written to since.
 
-    def __init__(self, path: str) -> None:
+    The header is looked at too: two writes within one tick of the clock have the same time.
+    """
+
+    def __init__(self, path: str, source: ByteSource, head: bytes) -> None:
         self.path = path
+        self._source, self._head = source, head
         self._seen = self._look()
 
     def _look(self) -> tuple[int, ...]:
@@ -177,7 +181,9 @@ class Unchanged:
 
     def check(self) -> None:
         """Raise `ConflictError` unless nothing happened to the file."""
-        if self._look() != self._seen:
+        head = bytearray(len(self._head))
+        self._source.read_into(0, head)
+        if self._look() != self._seen or head != self._head:
             raise ConflictError("the file changed after it was loaded: its rows are other ones now", path=self.path)
 
 

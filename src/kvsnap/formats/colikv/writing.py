@@ -51,7 +51,7 @@ class Content:
     as_latent: tuple[int, ...]
 
 
-def content_of(snapshot: Snapshot, vocab: int | None = None) -> Content:
+def content_of(snapshot: Snapshot, vocab: int | None = None, *, for_writing: bool = True) -> Content:
     """Sort a snapshot into the columns of a record.
 
     Raise `UnsupportedError` naming the layer that does not fit (no latent rows, or of another width than the first),
@@ -75,13 +75,13 @@ def content_of(snapshot: Snapshot, vocab: int | None = None) -> Content:
             expected=f"{n} ids of evaluated tokens", found=len(snapshot.tokens) - snapshot.n_pending,
         )  # fmt: skip
     known = vocab if vocab is not None else _vocabulary(snapshot)
-    if known is None:
+    if known is None and for_writing:
         raise InputError("the vocabulary size of the model is not known, and the header needs it: give vocab")
     geometry = Geometry(
-        n_layers=snapshot.num_layers, kv_lora=widths[0], qk_rope=widths[1], vocab=known, index_width=index_width,
+        n_layers=snapshot.num_layers, kv_lora=widths[0], qk_rope=widths[1], vocab=known or 0, index_width=index_width,
         index_layers=owners, index_count=index_count,
     )  # fmt: skip
-    ids = check_ids(snapshot.tokens[: len(snapshot.tokens) - snapshot.n_pending], known)
+    ids = check_ids(snapshot.tokens[: len(snapshot.tokens) - snapshot.n_pending], known or 0)
     flat: list[tuple[Tensor | None, int | None]] = [(t, None) for pair in pairs for t in pair]
     used = {id(t) for t, _ in [*flat, *index] if t is not None}
     left_out = tuple(t for t in snapshot.tensors() if id(t) not in used)
@@ -120,7 +120,9 @@ def float_rows(values: Any, n_rows: int, width: int, what: str) -> Rows:
 def _latent_pair(snapshot: Snapshot, layer: Layer) -> tuple[Tensor, Tensor | None]:
     pair: tuple[Tensor | None, Tensor | None] = (layer.tensor("latent"), layer.tensor("rope"))
     if layer.kind == "attention" and layer.num_heads == 1 and layer.shares is None:
-        pair = (layer.tensor("k"), layer.tensor("v"))  # one head: K and V as two rows, as another program names them
+        # One head: keys and values as two rows. A file of another format may have no values at all.
+        values = layer.tensor("v")
+        pair = (layer.tensor("k"), None if values is None or (values.n_rows == 0 < snapshot.n_rows) else values)
     latent, rope = pair
     if latent is None or layer.shares is not None:
         raise UnsupportedError(
