@@ -50,6 +50,9 @@ class Plain:
             for out in outs:
                 file.readinto(out)
 
+    def finish(self) -> None:
+        """Nothing is open."""
+
 
 class Kvsnap:
     """A session; a value is a tensor, an append one turn of one tensor of new rows."""
@@ -99,7 +102,7 @@ class Sqlite:
         self.base = sqlite3.connect(path, isolation_level=None)
         for text in ("page_size=65536", "journal_mode=WAL", "synchronous=FULL", "mmap_size=0"):
             self.base.execute(f"PRAGMA {text}").fetchall()
-        self.base.execute("CREATE TABLE parts (id INTEGER PRIMARY KEY, bytes BLOB NOT NULL)")
+        self.base.execute("CREATE TABLE IF NOT EXISTS parts (id INTEGER PRIMARY KEY, bytes BLOB NOT NULL)")
 
     def write(self, values: Values) -> None:
         self.append(values)
@@ -174,6 +177,9 @@ class Safetensors:
             for number, out in enumerate(outs):
                 out[:] = file.get_tensor(str(number))
 
+    def finish(self) -> None:
+        """Nothing is open."""
+
 
 @dataclass
 class Found:
@@ -209,10 +215,43 @@ def one(make: Callable[[Path], Any], path: Path, values: Values, outs: Values, m
 
     def appends() -> None:
         found.append.extend(seconds(partial(store.append, [value])) for value in more)
-        getattr(store, "finish", lambda: None)()
+        store.finish()
 
     nbytes = common.disk_bytes(appends)
     found.appended.append(nbytes / sum(v.nbytes for v in more))
+
+
+def damaged(make: Callable[[Path], Any], path: Path, values: Values, flips: int) -> dict[str, int]:
+    """Flip one bit at a time, half of them in the first 16 KiB; open and read in a child; count how that ends."""
+    path.mkdir()
+    file = path / "store"
+    store = make(file)
+    store.write(values)
+    store.finish()
+    whole, random = file.read_bytes(), np.random.default_rng(1)
+    ends = {"same data": 0, "refused": 0, "wrong data": 0, "crash": 0}
+    for number in range(flips):
+        copy = bytearray(whole)
+        copy[int(random.integers(0, min(len(whole), 16384) if number % 2 else len(whole)))] ^= 1 << (number % 8)
+        for left in path.iterdir():
+            left.unlink()
+        file.write_bytes(copy)
+        ends[_outcome(make, file, values)] += 1
+    return ends
+
+
+def _outcome(make: Callable[[Path], Any], file: Path, values: Values) -> str:
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            outs = [np.zeros_like(v) for v in values]
+            make(file).read(outs)
+            code = 0 if all(np.array_equal(a, b) for a, b in zip(outs, values, strict=True)) else 2
+        finally:
+            os._exit(code)  # an exception is a refusal
+    _, status = os.waitpid(child, 0)
+    return "crash" if os.WIFSIGNALED(status) else ("same data", "refused", "wrong data")[os.WEXITSTATUS(status)]
 
 
 def measure(directory: Path, options: argparse.Namespace) -> list[Figure]:
@@ -240,12 +279,19 @@ def measure(directory: Path, options: argparse.Namespace) -> list[Figure]:
             Figure(f"{name}, append 3 MiB durably", f"{middle(f.append) * 1e3:.1f} ms",
                    f"slowest {max(f.append) * 1e3:.0f} ms; {middle(f.appended):.2f} bytes on disk per byte"),
         ]  # fmt: skip
+    few = [v[: 1 << 16].copy() for v in values[:4]]
+    for name, make in candidates().items():
+        ends = damaged(make, directory / f"{name} damaged", few, 10 if options.small else options.flips)
+        told = ", ".join(f"{end} {count}" for end, count in ends.items() if end != "same data")
+        bad = ends["wrong data"] + ends["crash"]
+        out.append(Figure(f"{name}, {sum(ends.values())} single flipped bits", f"{bad} bad ends", told))
     return out
 
 
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--mib", type=int, default=512, help="bytes of the first values, in MiB")
+    parser.add_argument("--flips", type=int, default=400, help="damaged copies of each")
     options = parser.parse_args()
     common.run(options, lambda directory: measure(directory, options), "xxhash", "lmdb", "safetensors")
 
