@@ -802,6 +802,17 @@ def written(snapshot: Snapshot, **options: Any) -> bytes:
     return bytes(sink.data)
 
 
+def in_memory(snapshot: Snapshot) -> Snapshot:
+    """The same with arrays that come from no file."""
+    return replace(
+        snapshot,
+        layers=tuple(
+            replace(layer, tensors=tuple(Tensor(t.spec, t.array.copy()) for t in layer.tensors))
+            for layer in snapshot.layers
+        ),
+    )
+
+
 @pytest.mark.parametrize("name", [*MADE, "v1_torn_tail_long", "v1_reserved_word_set"])
 @pytest.mark.parametrize("group", [1, 64 << 20])
 def test_a_loaded_file_is_saved_as_it_was(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -811,7 +822,9 @@ def test_a_loaded_file_is_saved_as_it_was(name: str, group: int, monkeypatch: py
         data = data[:36] + bytes(4) + data[40:]
     owners = tuple(facts["reader"]["index_layers"]) if facts["header"]["index_width"] else None
     snapshot = loads(data, index_layers=owners)
-    assert written(snapshot) == data[: 40 + usable(name) * facts["record_bytes"]]
+    expected = data[: 40 + usable(name) * facts["record_bytes"]]
+    assert written(snapshot) == expected
+    assert written(in_memory(snapshot)) == expected  # packed again, not copied
     left_out = {"runs", "index_layers"}
     assert {loss.what for loss in FORMAT.losses(snapshot)} <= left_out
 

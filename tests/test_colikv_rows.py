@@ -133,6 +133,12 @@ def test_the_bound_of_fp8_holds_and_is_not_loose(seed: int, width: int, power: f
     assert bound <= 0.0358 * np.abs(rows).max()
 
 
+def test_the_bound_of_fp8_is_reached_in_the_middle_of_a_step() -> None:
+    row = np.array([[448, 272]], np.float32)  # 272 is half way between 256 and 288
+    codes, scales = encode(FP8, row)
+    assert np.abs(decode(FP8, codes, scales, 2) - row).max() == 16 <= fp8_bound(codes, scales) < 16.01
+
+
 def test_the_bound_of_fp8_is_unknown_where_anything_may_have_been() -> None:
     infinite = np.array([[np.inf, 1]], np.float32)
     assert fp8_bound(*encode(FP8, infinite)) == math.inf
@@ -204,6 +210,12 @@ def test_int4_agrees_with_a_scalar_reference(seed: int, width: int) -> None:
     back = decode(INT4, codes, radius, width)[0]
     again = scalar_signs(scalar_hadamard([BOOK[level] * norm / math.sqrt(width) for level in found]))
     assert np.allclose(back, again, atol=1e-5 * norm)
+
+
+def test_on_an_edge_between_two_int4_levels_the_lower_one_is_taken() -> None:
+    codes, _ = encode(INT4, np.array([[1, 1]], np.float32))
+    levels = {int(codes[0, 0]) & 15, int(codes[0, 0]) >> 4}
+    assert 7 in levels  # one of the rotated values is 0, between -0.128 and 0.128
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
