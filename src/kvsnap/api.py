@@ -74,6 +74,7 @@ def save(
     format: str | None = None,
     version: int | None = None,
     byte_order: str | None = None,
+    vocab: int | None = None,
     sync: bool = True,
     progress: Progress | None = None,
 ) -> SaveReport:
@@ -92,7 +93,9 @@ def save(
     target = formats.format_named(str(format))
     losses = target.losses(snapshot, codec=codec, version=version)
     with replacing(path, sync=sync) as writer:
-        nbytes = target.write(snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress)
+        nbytes = target.write(
+            snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress, vocab=vocab
+        )
     return _foreign_report(snapshot, os.fspath(path), target.name, nbytes, losses)
 
 
@@ -119,11 +122,12 @@ def dumps(
     format: str | None = None,
     version: int | None = None,
     byte_order: str | None = None,
+    vocab: int | None = None,
 ) -> bytes:
     """Return the bytes that `save` would write."""
     sink = MemorySink()
     target = formats.format_named(format or native.NAME)
-    target.write(snapshot, sink, codec=codec, version=version, byte_order=byte_order)
+    target.write(snapshot, sink, codec=codec, version=version, byte_order=byte_order, vocab=vocab)
     return bytes(sink.data)
 
 
@@ -156,11 +160,13 @@ def convert(
     codec: str | None = None,
     version: int | None = None,
     byte_order: str | None = None,
+    vocab: int | None = None,
     allow_loss: bool = False,
     progress: Progress | None = None,
 ) -> LossReport:
     """Write the snapshot in `src` (any format) to `dst` in another format or codec, tensor by tensor.
 
+    `version`, `byte_order` and `vocab` (size of the vocabulary, for `colikv`) are for formats that have them.
     Raise `LossError` listing what the target cannot hold, before anything is written, unless `allow_loss`.
     """
     origin = formats.format_of(src)
@@ -173,7 +179,9 @@ def convert(
             f"{target.name} cannot hold everything: {told}. Allow it to go on (allow_loss=True, --allow-loss)"
         )
     with replacing(dst) as writer:
-        nbytes = target.write(snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress)
+        nbytes = target.write(
+            snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress, vocab=vocab
+        )
     return LossReport(os.fspath(src), os.fspath(dst), origin.name, target.name, nbytes, losses)
 
 
@@ -269,7 +277,7 @@ def restore(
     tokens than the context raise `ContextError`. `sampler` replaces the saved settings and random state.
     """
     started = time.perf_counter()
-    report = check(snapshot, engine, accept=accept, draft_reserve=draft_reserve)
+    report = check(snapshot, engine, accept=accept, draft_reserve=draft_reserve, progress=progress)
     report.raise_if_refused()
     identified = time.perf_counter()
     installed = engine.install(snapshot, progress, cast="dtype" in accept)

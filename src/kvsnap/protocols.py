@@ -241,9 +241,12 @@ class Format(Protocol):
         version: int | None = None,
         byte_order: str | None = None,
         progress: Progress | None = None,
+        vocab: int | None = None,
     ) -> int:
         """Write a whole file into an empty sink, tensor by tensor; return its length in bytes.
 
+        `vocab` is the size of the vocabulary, for formats that store it when the snapshot does not know it; others
+        ignore it.
         Options that the format does not have are refused with `InputError`. What cannot be held is left out (`losses`
         told it); what cannot be written at all raises `UnsupportedError` before anything is written.
         """

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 import kvsnap
-from kvsnap.cli import _files, _run
+from kvsnap.cli import _convert, _files, _run
 from kvsnap.cli._output import CheckFailed, examples
 from kvsnap.cli.demo import demo
 from kvsnap.errors import CompatibilityError, KvsnapError
@@ -44,7 +44,7 @@ def root() -> None:
     """
 
 
-for _command in (*_run.COMMANDS, *_files.COMMANDS, demo):
+for _command in (*_run.COMMANDS, *_files.COMMANDS, *_convert.COMMANDS, demo):
     root.add_command(_command)
 
 

@@ -77,6 +77,7 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
     made = [
         ("file", f"{escape(s.path or '')}"),
         ("use", f"{s.use} ({', '.join(whole)}), {s.format} {s.version}, {count(s.commit, 'commit')}"),
+        *([("dialect", escape(s.dialect))] if s.dialect else []),
         ("created", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.created_ns / 1e9))),
         ("model", escape(s.architecture) or "unknown"),
         ("cache", f"{s.num_layers} layers, {s.dtype or 'no tensors'}"),

@@ -17,6 +17,7 @@ __all__ = ["NAMES", "format_named", "format_of", "format_of_bytes"]
 _MODULES = {
     "native": "kvsnap.formats.native.plain",
     "mlxkv": "kvsnap.formats.mlxkv",
+    "colikv": "kvsnap.formats.colikv",
     "safetensors": "kvsnap.formats.safetensors",
 }
 NAMES = tuple(_MODULES)

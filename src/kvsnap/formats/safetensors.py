@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvsnap.errors import DamagedError, FormatError, InputError, UnsupportedError, VersionError
 from kvsnap.files import Reader
+from kvsnap.formats.foreign import foreign_losses
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.read import BytesReader, FileReader
 from kvsnap.identity import Identity
@@ -77,13 +78,9 @@ class SafetensorsFormat:
         return self._snapshot(BytesReader(data), mapped=True)
 
     def losses(self, snapshot: Snapshot, *, codec: str | None = None, version: int | None = None) -> tuple[Loss, ...]:
-        """Only what a foreign format alone knows is missing. (There are no checksums: `verify` says so.)"""
+        """Only what a foreign format alone knows is missing; there are no checksums, as `verify` says."""
         del codec, version
-        extra = [name for name in snapshot.source if name not in ("format", "path", "commit", "complete")]
-        losses = []
-        if snapshot.source.get("format") not in (None, "native", self.name) and extra:
-            losses.append(Loss("field", "source", f"what only {snapshot.source['format']} knows: {', '.join(extra)}"))
-        return tuple(losses)
+        return foreign_losses(snapshot, self.name)
 
     def write(
         self,
@@ -94,8 +91,10 @@ class SafetensorsFormat:
         version: int | None = None,
         byte_order: str | None = None,
         progress: Progress | None = None,
+        vocab: int | None = None,
     ) -> int:
         """Write header and tensors, one by one."""
+        del vocab
         _no_options(codec, version, byte_order)
         if snapshot.row_start:
             raise InputError("a partial capture cannot be written alone", found=f"rows from {snapshot.row_start}")

@@ -61,6 +61,7 @@ class MlxkvFormat:
         version: int | None = None,
         byte_order: str | None = None,
         progress: Progress | None = None,
+        vocab: int | None = None,
     ) -> int:
         """Write a file, one tensor in memory at a time.
 
@@ -69,6 +70,7 @@ class MlxkvFormat:
         means little, or that of the file it came from. Raise `InputError` for other options, `UnsupportedError` for
         numbers that do not fit.
         """
+        del vocab
         wanted = plan(snapshot, codec=codec, version=version, byte_order=byte_order)
         check_limits(wanted.file)
         total, done = wanted.nbytes, [0]

@@ -363,9 +363,27 @@ def _source(
         "logit_shape": file.logit_shape,
         "entries": tuple(places),
         "info": tuple(notes),
+        "extra": tuple(_extra(file)),
         "file": file,
         "loaded": loaded,
     }
+
+
+def _extra(file: File) -> list[str]:
+    """What no other format has a place for."""
+    found = []
+    for place, entry in enumerate(file.layers):
+        if entry.mode:
+            found.append(f"layer entry {place}: cache mode {entry.mode.decode('utf-8', 'backslashreplace')!r}")
+        if len(entry.payloads):
+            found.append(f"layer entry {place}: {len(entry.payloads)} payloads")
+        if entry.max_size:
+            found.append(f"layer entry {place}: MaxSize {entry.max_size}")
+        if entry.has_slab and entry.heads:
+            found.append(f"layer entry {place}: heads beside the slab")
+    if file.trailing is not None:
+        found.append(f"{file.trailing.length} bytes behind the end")
+    return found
 
 
 def slab_differences(snapshot: Snapshot) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvsnap import codecs
 from kvsnap.errors import InputError
 from kvsnap.formats import native
+from kvsnap.formats.foreign import foreign_losses
 from kvsnap.formats.native.write import write_snapshot
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Loss, Progress, Sink
@@ -39,22 +40,7 @@ class NativeFormat:
         if lossy:
             bits = f"{len(lossy)} tensors are stored as {name}; their bound is known once they are written"
             found.append(Loss("precision", "tensors", bits, float("inf")))
-        foreign = snapshot.source.get("format", native.NAME)
-        if foreign != native.NAME:
-            kept = (
-                "format",
-                "path",
-                "version",
-                "byte_order",
-                "encoding",
-                "architecture",
-                "tokens",
-                "generated",
-                "info",
-            )
-            extra = [name for name in snapshot.source if name not in kept]
-            if extra:
-                found.append(Loss("field", "source", f"what only {foreign} knows: {', '.join(extra)}"))
+        found += foreign_losses(snapshot, self.name)
         return tuple(found)
 
     def write(
@@ -66,8 +52,10 @@ class NativeFormat:
         version: int | None = None,
         byte_order: str | None = None,
         progress: Progress | None = None,
+        vocab: int | None = None,
     ) -> int:
         """Write a sealed file."""
+        del vocab
         if version not in (None, 1) or byte_order not in (None, "little"):
             raise InputError("the native format is little-endian and has version 1", found=version or byte_order)
         return write_snapshot(snapshot, sink, codec=codec, progress=progress).nbytes

@@ -103,6 +103,11 @@ class _Walk:
     def found(self, what: str, offset: int, record: int, **facts: Any) -> None:
         self.damages.append(Damage(what, offset, record in self.live, **facts))
 
+    def told(self, place: int) -> None:
+        """Tell how far the walk has come."""
+        if self.progress is not None:
+            self.progress(place, self.file.end.footer.file_length)
+
     def zero(self, start: int, stop: int, record: int) -> None:
         """Check padding."""
         if stop > start and any(self.file.reader.read_at(start, stop - start)):
@@ -136,6 +141,7 @@ def _check_parts(walk: _Walk, offset: int, record: RecordHeader, table: Table) -
         digest = xxhash.xxh3_64()
         for place in range(start, at, _STEP):
             digest.update(file.reader.read_at(place, min(_STEP, at - place)))
+            walk.told(place)
         tokens = walk.live_tokens.get(offset)
         if digest.intdigest() != part.checksum:
             rows = f"rows [{part.row_start}, {part.row_start + part.n_rows})"

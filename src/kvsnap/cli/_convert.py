@@ -1,0 +1,62 @@
+"""The command that turns one file into another: convert."""
+
+from __future__ import annotations
+
+import click
+
+import kvsnap
+from kvsnap.cli._output import emit, examples, json_option, progress, remark, size
+from kvsnap.cli._paths import check_target
+from kvsnap.formats import NAMES
+
+__all__ = ["COMMANDS"]
+
+
+@click.command()
+@click.argument("source")
+@click.argument("target")
+@click.option("--format", "format_", metavar="NAME", help=f"Format of TARGET: {', '.join(NAMES)}.  [default: native]")
+@click.option(
+    "--codec", metavar="NAME", help="How values are stored: exact, q8 (native); float32, q8, native (mlxkv)..."
+)
+@click.option("--version", type=int, help="Version of the format, where it has several (mlxkv: 1 to 6).")
+@click.option("--byte-order", type=click.Choice(["little", "big"]), help="Byte order, where it can be chosen (mlxkv).")
+@click.option("--vocab", type=int, help="Size of the vocabulary, where TARGET stores it and SOURCE does not (colikv).")
+@click.option("--allow-loss", is_flag=True, help="Go on although TARGET cannot hold everything.")
+@json_option
+@examples(
+    "kvsnap convert story.kvsnap story.safetensors --format safetensors",
+    "kvsnap convert story.kvsnap story.kv --format mlxkv --codec q8 --allow-loss",
+    "kvsnap convert story.kv story.kvsnap",
+)
+def convert(
+    source: str,
+    target: str,
+    format_: str | None,
+    codec: str | None,
+    version: int | None,
+    byte_order: str | None,
+    vocab: int | None,
+    allow_loss: bool,
+    as_json: bool,
+) -> None:
+    """Write what SOURCE holds to TARGET in another format or codec.
+
+    The format of SOURCE is judged by its content, never by its name. What TARGET cannot hold (fields, dtypes,
+    precision) is listed; unless --allow-loss is given, nothing is written then and the exit code is 13.
+    """
+    check_target(target)
+    with progress(f"converting {source}") as report:
+        done = kvsnap.convert(
+            source, target, format=format_, codec=codec, version=version, byte_order=byte_order, vocab=vocab,
+            allow_loss=allow_loss, progress=report,
+        )  # fmt: skip
+    if as_json:
+        emit(done.to_dict())
+        return
+    print(f"{target}: {done.target_format}, {size(done.nbytes)}, from {done.source_format}")
+    for loss in done.losses:
+        remark(f"lost: {loss.what}: {loss.detail}")
+
+
+COMMANDS = (convert,)
