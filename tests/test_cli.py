@@ -82,7 +82,7 @@ def digest(path: Path) -> str:
 def test_every_command_explains_itself_with_examples(kv: Call) -> None:
     assert kv("--help").code == 0
     assert set(root.commands) == {
-        "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo",
+        "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo", "convert",
     }  # fmt: skip
     for name, command in root.commands.items():
         shown = kv(name, "--help")
