@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -46,7 +45,6 @@ from kvsnap.records import (
 __all__ = ["MemorySink", "RecordWriter", "SaveReport", "Sink", "new_header", "write_snapshot"]
 
 _OVERLAP_FROM = 4 << 20
-_WORKERS = 2
 
 
 class Sink(Protocol):
@@ -146,20 +144,18 @@ def _bytes_of(buffer: Any) -> Any:
     return buffer
 
 
-def _ahead(work: Sequence[Callable[[], _Encoded]], workers: int) -> Iterator[_Encoded]:
-    """Yield the results in order; the next `workers` are made in threads while the caller writes this one."""
-    if not workers or len(work) < 2:
+def _ahead(work: Sequence[Callable[[], _Encoded]], overlap: bool) -> Iterator[_Encoded]:
+    """Yield the results in order; with `overlap` the next one is made in a thread while the caller writes this one."""
+    if not overlap or len(work) < 2:
         for make in work:
             yield make()
         return
-    with ThreadPoolExecutor(workers, thread_name_prefix="kvsnap-encode") as pool:
-        coming = deque(pool.submit(make) for make in work[:workers])
-        for make in work[workers:]:
-            ready = coming.popleft().result()
-            coming.append(pool.submit(make))
+    with ThreadPoolExecutor(1, thread_name_prefix="kvsnap-encode") as pool:
+        coming: Future[_Encoded] = pool.submit(work[0])
+        for make in work[1:]:
+            ready, coming = coming.result(), pool.submit(make)
             yield ready
-        while coming:
-            yield coming.popleft().result()
+        yield coming.result()
 
 
 class RecordWriter:
@@ -199,9 +195,7 @@ class RecordWriter:
         work = [partial(_encode, tensor, codec) for tensor in tensors]
         parts: list[Part] = []
         at, done = length, 0
-        # Hashing keeps up with writing; encoding does not.
-        ahead = 1 if codec == codecs.EXACT.name else _WORKERS
-        for encoded in _ahead(work, ahead if total >= _OVERLAP_FROM else 0):
+        for encoded in _ahead(work, total >= _OVERLAP_FROM):
             part = replace(encoded.part, offset=at)
             padding = bytes(-part.stored % 64)
             self.sink.write_at([*(_bytes_of(b) for b in encoded.buffers), padding], place + RECORD_SIZE + at)
