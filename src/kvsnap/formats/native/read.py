@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -14,11 +14,12 @@ import numpy.typing as npt
 from kvsnap.errors import DamagedError, FormatError
 from kvsnap.files import Reader
 from kvsnap.formats.native import schema
-from kvsnap.formats.native.sources import JoinedSource, PartSource, Sizes, Slice, SpanBatch
+from kvsnap.formats.native.columns import Columns, JoinedSource
+from kvsnap.formats.native.sources import PartSource, Sizes
 from kvsnap.formats.native.tables import (
     Commit,
     Entry,
-    Table,
+    ReadTable,
     history_digest,
     parse_commit,
     parse_index,
@@ -39,7 +40,7 @@ from kvsnap.records import (
     read_header,
     read_record,
 )
-from kvsnap.tensors import numpy_dtype
+from kvsnap.tensors import Source, numpy_dtype
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -93,7 +94,7 @@ class Span:
     """A SPAN as it is used by the live list: the entry, its table, and where its payload starts."""
 
     entry: Entry
-    table: Table
+    table: ReadTable
     payload: int
 
 
@@ -201,7 +202,7 @@ class NativeFile:
             return {}
         return schema.parse_note(*self._json(self.commit.note, Kind.NOTE))
 
-    def table_at(self, offset: int, kind: int) -> tuple[Table, int, int]:
+    def table_at(self, offset: int, kind: int) -> tuple[ReadTable, int, int]:
         """Read the table of a SPAN or STATE; return it, the offset of its payload, and the record's header checksum."""
         record, raw = read_record(self.reader, self.header, offset, kind=kind)
         check = int.from_bytes(record.pack(self.header.salt, offset)[56:], "little")
@@ -217,7 +218,7 @@ class NativeFile:
                     "spans are out of order or overlap", path=self.path, offset=entry.span, expected=f"{free} or above"
                 )
             table, payload, check = self.table_at(entry.span, Kind.SPAN)
-            free = payload + (table.parts[-1].offset + table.parts[-1].stored if table.parts else 0)
+            free = payload + table.payload_length
             fits = check == entry.check and table.row_start == entry.row_start and table.token_start == n_tokens
             if not fits or entry.n_rows > table.n_rows or entry.n_tokens > len(table.tokens):
                 raise FormatError("a SPAN is not the one that the live list means", path=self.path, offset=entry.span)
@@ -246,11 +247,9 @@ class NativeFile:
 
     def snapshot(self) -> Snapshot:
         """Return everything as a snapshot. Tensor bytes are read, and checked, when they are first used."""
-        specs, sizes = {spec.id: spec for spec in self.geometry.tensors}, Sizes(self.geometry.tensors, replaced=False)
-        slices: dict[int, list[Slice]] = {}
+        columns = Columns(self.reader, Sizes(self.geometry.tensors, replaced=False), mapped=self.mapped)
         ids: list[npt.NDArray[np.int32]] = []
         texts: list[str | None] = []
-        signatures: list[bytes] = []
         runs: tuple[Run, ...] = ()
         positions: tuple[PositionRun, ...] = ()
         for span in self.spans():
@@ -260,13 +259,9 @@ class NativeFile:
             texts.append(schema.parse_text(table.meta, self.path, span.payload) if whole else None)
             runs = join_runs(runs, cut_runs(table.runs, entry.n_tokens))
             positions = join_positions(positions, cut_positions(table.positions, entry.n_rows))
-            signatures.append(table.signature if entry.n_rows == table.n_rows else b"")
-            for part in table.parts:
-                source = PartSource(self.reader, sizes, part, span.payload, mapped=self.mapped)
-                kept = self._kept(source, span) if source.spec.grows else part.n_rows
-                slices.setdefault(part.tensor, []).append(Slice(source, kept))
-        batch = SpanBatch(self.reader, signatures)
-        tensors = {number: self._joined(specs[number], found, batch) for number, found in slices.items()}
+            columns.add(entry, table, span.payload)
+        specs = {spec.id: spec for spec in self.geometry.tensors}
+        tensors = {number: self._tensor(specs[number], columns) for number in columns.tensors}
         replaced, sampler = self.state()
         absent = [spec for spec in self.geometry.tensors if spec.grows and spec.id not in tensors]
         tensors |= {spec.id: self._empty(spec) for spec in absent}
@@ -294,17 +289,6 @@ class NativeFile:
             },
         )
 
-    def _kept(self, source: PartSource, span: Span) -> int:
-        """Return how many rows of a part of a growing tensor are live."""
-        part, table, per_row = source.part, span.table, source.spec.tokens_per_row
-        first, last = table.row_start // per_row, (table.row_start + table.n_rows) // per_row
-        if not first <= part.row_start <= part.row_start + part.n_rows <= last:
-            raise FormatError(
-                f"{source.what} lie outside the rows of their span", path=self.path, offset=source.offset,
-                expected=f"within [{first}, {last})",
-            )  # fmt: skip
-        return min(part.n_rows, max(0, (span.entry.row_start + span.entry.n_rows) // per_row - part.row_start))
-
     def _empty(self, spec: TensorSpec) -> Tensor:
         expected = self.commit.n_rows // spec.tokens_per_row
         if spec.growth == "grow" and expected:
@@ -314,28 +298,21 @@ class NativeFile:
             )  # fmt: skip
         return Tensor(spec, np.zeros(spec.shape, dtype=numpy_dtype(spec.dtype)))
 
-    def _joined(self, spec: TensorSpec, slices: Sequence[Slice], batch: SpanBatch) -> Tensor:
+    def _tensor(self, spec: TensorSpec, columns: Columns) -> Tensor:
         if not spec.grows:
-            last = slices[-1].source
+            last = columns.last(spec.id).source
             return Tensor(spec, last, n_rows=last.part.n_rows, bound=last.part.bound)
-        start = at = slices[0].source.part.row_start
-        for place, piece in enumerate(slices):
-            if piece.source.part.row_start != at and spec.growth == "window":
-                # Rows that had left the window before they were saved: what lies before them is of no use any more.
-                slices, start, at = slices[place:], piece.source.part.row_start, piece.source.part.row_start
-            if piece.source.part.row_start != at:
-                raise FormatError(
-                    f"{spec.name}: rows are missing between two spans", path=self.path,
-                    offset=piece.source.offset, expected=at, found=piece.source.part.row_start,
-                )  # fmt: skip
-            at += piece.n_rows
+        column = columns.column(spec)
+        start = int(column.starts[0])
+        stop = start + int(column.kept.sum())
         expected = self.commit.n_rows // spec.tokens_per_row
-        if spec.growth == "grow" and (start, at) != (0, expected):
+        if spec.growth == "grow" and (start, stop) != (0, expected):
             raise FormatError(
-                f"{spec.name}: rows are missing", path=self.path, offset=slices[0].source.offset,
-                expected=f"0 to {expected}", found=f"{start} to {at}",
+                f"{spec.name}: rows are missing", path=self.path,
+                offset=columns.slice(int(column.spans[0]), spec.id).source.offset,
+                expected=f"0 to {expected}", found=f"{start} to {stop}",
             )  # fmt: skip
-        bound = max(piece.source.part.bound for piece in slices)
-        if len(slices) == 1 and slices[0].is_whole:
-            return Tensor(spec, slices[0].source, start=start, n_rows=at - start, bound=bound)
-        return Tensor(spec, JoinedSource(spec, tuple(slices), batch), start=start, n_rows=at - start, bound=bound)
+        source: Source = JoinedSource(spec, columns, column)
+        if len(column.spans) == 1 and column.whole:
+            source = columns.slice(int(column.spans[0]), spec.id).source
+        return Tensor(spec, source, start=start, n_rows=stop - start, bound=column.bound)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,16 +15,14 @@ from kvsnap import codecs
 from kvsnap.errors import DamagedError, FormatError, KvsnapError, UnsupportedError, VersionError
 from kvsnap.formats.native.tables import Part
 from kvsnap.protocols import Codec
-from kvsnap.tensors import Source, TensorSpec, numpy_dtype
+from kvsnap.tensors import TensorSpec, numpy_dtype
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["JoinedSource", "PartSource", "Sizes", "Slice", "SpanBatch"]
+__all__ = ["Bytes", "PartSource", "Sizes", "Slice"]
 
 _STEP = 1 << 20
-_SMALL = 256 * 1024
-_SCRATCH = 4 << 20
 MAX_VALUES = 2**56
 Array = npt.NDArray[Any]
 
@@ -203,132 +201,3 @@ class Slice:
         elif self.n_rows:
             kept = (*before, slice(0, self.n_rows))
             np.copyto(out[place], self.source.array()[kept])
-
-
-class JoinedSource:
-    """The rows of one tensor, from the spans of a session, one behind the other."""
-
-    __slots__ = ("batch", "slices", "spec")
-
-    def __init__(self, spec: TensorSpec, slices: tuple[Slice, ...], batch: SpanBatch) -> None:
-        self.spec, self.slices, self.batch = spec, slices, batch
-
-    @property
-    def n_rows(self) -> int:
-        """Rows in all."""
-        return sum(piece.n_rows for piece in self.slices)
-
-    def array(self) -> Array:
-        """Return the values in memory of their own, read-only."""
-        out = np.empty(self.spec.shape_with(self.n_rows), dtype=numpy_dtype(self.spec.dtype))
-        self.read_into(out)
-        out.flags.writeable = False
-        return out
-
-    def read_into(self, out: Array) -> None:
-        """Fill `out`, part by part, each checked."""
-        at = 0
-        for piece in self.slices:
-            piece.read_into(out, at)
-            at += piece.n_rows
-
-
-class SpanBatch:
-    """Reads tensors of many small spans at once: one read per span, one copy per tensor and group of like spans.
-
-    `signatures` has one entry per span of the live list: equal ones are laid out alike, an empty one is never grouped.
-    """
-
-    def __init__(self, file: Bytes, signatures: list[bytes]) -> None:
-        self._file = file
-        self._signatures = signatures
-
-    def read_many(self, pairs: Sequence[tuple[Source, Array]], progress: Callable[[int], None] | None = None) -> None:
-        """Fill each array from its source; the sources are `JoinedSource`s of this batch. Every byte is checked."""
-        joined = [(source, out) for source, out in pairs if isinstance(source, JoinedSource)]
-        n_spans = len(self._signatures)
-        grouped = [pair for pair in joined if len(pair[0].slices) == n_spans and _is_small(pair[0])]
-        columns = list(zip(*(source.slices for source, _ in grouped), strict=True))
-        self._read_groups(columns, [out for _, out in grouped], progress)
-        for source, out in joined:
-            if len(source.slices) != n_spans or not _is_small(source):
-                source.read_into(out)
-                if progress is not None:
-                    progress(out.nbytes)
-
-    def _read_groups(
-        self, columns: list[tuple[Slice, ...]], outs: list[Array], progress: Callable[[int], None] | None
-    ) -> None:
-        targets = [_Target(out, piece) for out, piece in zip(outs, columns[0], strict=True)] if columns else []
-        place = 0
-        scratch = np.empty(_SCRATCH, dtype=np.uint8)  # one for all groups: fresh memory would be paged in each time
-        while place < len(columns):
-            column, signature = columns[place], self._signatures[place]
-            length = max(s.source.offset + s.source.part.stored for s in column) - _lowest(column)
-            stop = place + 1
-            if signature and length <= _SCRATCH and all(s.source.is_plain for s in column):
-                most = min(len(columns), place + _SCRATCH // max(1, length))
-                while stop < most and self._signatures[stop] == signature:
-                    stop += 1
-                space = scratch[: length * (stop - place)].reshape(stop - place, length)
-                self._read_group(columns[place:stop], space, targets)
-            else:
-                for target, piece in zip(targets, column, strict=True):
-                    target.put_one(piece)
-            if progress is not None:
-                progress(sum(s.source.part.decoded for s in column) * (stop - place))
-            place = stop
-
-    def _read_group(
-        self, group: list[tuple[Slice, ...]], scratch: npt.NDArray[np.uint8], targets: list[_Target]
-    ) -> None:
-        first = group[0]
-        low = _lowest(first)
-        bounds = [(s.source.offset - low, s.source.offset - low + s.source.part.stored) for s in first]
-        for row, column in zip(scratch, group, strict=True):
-            view = row.data
-            self._file.read_into(_lowest(column), view)
-            for (begin, end), piece in zip(bounds, column, strict=True):
-                if xxhash.xxh3_64_intdigest(view[begin:end]) != piece.source.part.checksum:
-                    raise piece.source.damage()
-        for (begin, end), piece, target in zip(bounds, first, targets, strict=True):
-            target.put(scratch[:, begin:end], piece.n_rows)
-
-
-def _lowest(column: Sequence[Slice]) -> int:
-    return min(s.source.offset for s in column)  # the caller asks for tensors in any order
-
-
-def _is_small(source: JoinedSource) -> bool:
-    return sum(s.source.part.stored for s in source.slices) <= _SMALL * len(source.slices)
-
-
-class _Target:
-    """Where the rows of one tensor go, with everything that is the same for each group computed once."""
-
-    __slots__ = ("_after", "_all", "_axis", "_before", "_out", "_part", "_turn", "at")
-
-    def __init__(self, out: Array, piece: Slice) -> None:
-        axis = self._axis = piece.source.spec.row_axis
-        self._out, self.at = out, 0
-        self._all = (slice(None),) * axis
-        self._before, self._after = out.shape[:axis], out.shape[axis + 1 :]
-        self._part = piece.source.spec.shape_with(piece.n_rows)
-        # [group, ..., row, ...] to [..., group, row, ...]
-        self._turn = (*range(1, axis + 1), 0, *range(axis + 1, out.ndim + 1))
-
-    def put_one(self, piece: Slice) -> None:
-        """Fill the next rows from one part."""
-        piece.read_into(self._out, self.at)
-        self.at += piece.n_rows
-
-    def put(self, values: Array, n_rows: int) -> None:
-        """Fill the next rows from equal parts `[group, bytes]`, checked before."""
-        groups = len(values)
-        stop = self.at + groups * n_rows
-        place = (*self._all, slice(self.at, stop))
-        part = (*self._part[: self._axis], n_rows, *self._part[self._axis + 1 :])
-        # Splitting one axis is a view; the bytes are looked at in the dtype of the target.
-        split = self._out[place].reshape((*self._before, groups, n_rows, *self._after))
-        split[...] = values.view(self._out.dtype).reshape((groups, *part)).transpose(self._turn)
-        self.at = stop

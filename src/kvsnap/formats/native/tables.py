@@ -21,6 +21,7 @@ __all__ = [
     "Entry",
     "Operation",
     "Part",
+    "ReadTable",
     "Table",
     "history_digest",
     "parse_commit",
@@ -76,8 +77,6 @@ class Table:
     positions: tuple[PositionRun, ...] = ()
     meta: bytes = b""
     parts: tuple[Part, ...] = ()
-    signature: bytes = b""
-    """The parts as they were read, without row numbers and checksums: equal for spans that are laid out alike."""
 
     @staticmethod
     def length(n_tokens: int, n_runs: int, n_positions: int, meta: int, n_parts: int) -> int:
@@ -113,11 +112,48 @@ def _refuse(what: str, path: str | None, offset: int, **facts: Any) -> FormatErr
     return FormatError(what, path=path, offset=offset, **facts)
 
 
-def parse_table(raw: bytes, payload_length: int, path: str | None, offset: int) -> Table:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTable:
+    """A table as it was read. Its parts are looked at when they are asked for: most spans of a session are alike.
+
+    `part_words` is the list of parts as uint64 `[parts, 8]`; `signature` is the same bytes without row numbers and
+    checksums, equal for spans that are laid out alike.
+    """
+
+    row_start: int
+    n_rows: int
+    token_start: int
+    tokens: npt.NDArray[np.int32]
+    runs: tuple[Run, ...]
+    positions: tuple[PositionRun, ...]
+    meta: bytes
+    part_words: npt.NDArray[np.uint64]
+    payload_length: int
+    length_of_table: int
+    path: str | None
+    offset: int
+
+    @property
+    def signature(self) -> bytes:
+        """The parts without row numbers and checksums, and what else decides whether they are placed rightly."""
+        words = self.part_words.copy()
+        words[:, 1] = 0
+        words[:, 5] = 0
+        return bytes(words.tobytes()) + struct.pack("<Q", self.payload_length)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts, checked. Raise `FormatError` for parts that overlap, leave the record, or contradict it."""
+        return _parse_parts(
+            self.part_words.tobytes(), self.length_of_table, self.payload_length, self.path, self.offset
+        )
+
+
+def parse_table(raw: bytes, payload_length: int, path: str | None, offset: int) -> ReadTable:
     """Parse and check a table that already fits its checksum. `offset` is that of the payload, for messages.
 
-    Raise `FormatError` for counts that do not fit, nonzero padding or reserved bytes, runs that do not sum up, parts
-    that overlap or leave the record.
+    Raise `FormatError` for counts that do not fit, nonzero padding or reserved bytes, runs that do not sum up. The
+    parts are checked when they are asked for.
     """
     if len(raw) < _TABLE.size:
         raise _refuse("a table is shorter than its head", path, offset, expected=_TABLE.size, found=len(raw))
@@ -145,7 +181,7 @@ def parse_table(raw: bytes, payload_length: int, path: str | None, offset: int) 
     padding = raw[_TABLE.size + 4 * n_tokens : (_TABLE.size + 4 * n_tokens + 7) & ~7] + raw[at + meta : parts_at]
     if any(padding):
         raise _refuse("padding of a table is not zero", path, offset)
-    return Table(
+    return ReadTable(
         row_start=row_start,
         n_rows=n_rows,
         token_start=token_start,
@@ -153,22 +189,18 @@ def parse_table(raw: bytes, payload_length: int, path: str | None, offset: int) 
         runs=tuple(Run(RUN_KINDS[kind], count) for kind, count in run_rows),  # type: ignore[arg-type] # checked above
         positions=tuple(PositionRun(start, count) for start, count in position_rows),
         meta=raw[at : at + meta],
-        parts=_parse_parts(raw, parts_at, n_parts, payload_length, path, offset),
-        signature=_signature(raw, parts_at, n_parts),
+        part_words=np.frombuffer(raw, "<u8", 8 * n_parts, parts_at).reshape(n_parts, 8),
+        payload_length=payload_length,
+        length_of_table=len(raw),
+        path=path,
+        offset=offset,
     )
 
 
-def _signature(raw: bytes, at: int, n_parts: int) -> bytes:
-    words = np.frombuffer(raw, "<u8", 8 * n_parts, at).reshape(n_parts, 8).copy()
-    words[:, 1] = 0
-    words[:, 5] = 0
-    return bytes(words.tobytes())
-
-
-def _parse_parts(raw: bytes, at: int, n_parts: int, payload: int, path: str | None, offset: int) -> tuple[Part, ...]:
+def _parse_parts(rows: bytes, table: int, payload: int, path: str | None, offset: int) -> tuple[Part, ...]:
     parts = []
-    expected = len(raw)
-    for i, row in enumerate(_PART.iter_unpack(raw[at : at + 64 * n_parts])):
+    expected, at = table, table - len(rows)
+    for i, row in enumerate(_PART.iter_unpack(rows)):
         tensor, codec, flags, row_start, n_rows, start, stored, checksum, decoded, bound = row
         if start != expected or start + stored > payload:
             raise _refuse("a part lies at the wrong place", path, offset + at + 64 * i, expected=expected, found=start)
@@ -176,10 +208,10 @@ def _parse_parts(raw: bytes, at: int, n_parts: int, payload: int, path: str | No
             raise _refuse("a field of a part is out of range", path, offset + at + 64 * i)
         parts.append(Part(tensor, codec, bool(flags), row_start, n_rows, start, stored, checksum, decoded, bound))
         expected = align64(start + stored)
-    last = parts[-1].offset + parts[-1].stored if parts else len(raw)
+    last = parts[-1].offset + parts[-1].stored if parts else table
     if last != payload:
         raise _refuse("bytes follow the last part of a record", path, offset, expected=expected, found=payload)
-    if len({p.tensor for p in parts}) != n_parts:
+    if len({p.tensor for p in parts}) != len(parts):
         raise _refuse("a tensor has two parts in one record", path, offset)
     return tuple(parts)
 

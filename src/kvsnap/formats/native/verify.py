@@ -13,7 +13,7 @@ from kvsnap import codecs
 from kvsnap.errors import DamagedError, FormatError, KvsnapError, UnsupportedError, VersionError
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.sources import PartSource, Sizes
-from kvsnap.formats.native.tables import Table, parse_commit
+from kvsnap.formats.native.tables import ReadTable, parse_commit
 from kvsnap.protocols import Progress
 from kvsnap.records import (
     FOOTER_SIZE,
@@ -126,7 +126,7 @@ def _live_records(file: NativeFile, walk: _Walk) -> None:
         token += entry.n_tokens
 
 
-def _check_parts(walk: _Walk, offset: int, record: RecordHeader, table: Table) -> None:
+def _check_parts(walk: _Walk, offset: int, record: RecordHeader, table: ReadTable) -> None:
     file = walk.file
     specs = {spec.id: spec for spec in file.geometry.tensors}
     at = offset + RECORD_SIZE + record.table_length
