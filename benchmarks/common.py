@@ -136,7 +136,7 @@ def disk_bytes(run: Callable[[], object]) -> int:
 
 def environment() -> dict[str, str]:
     """Return the environment of a child that imports what this process can."""
-    # Not from this directory: the interpreter would take our codecs.py for its own.
+    # Not from this directory: no name in it may stand before one of the standard library.
     own = Path(__file__).resolve().parent
     path = [os.path.abspath(p) for p in sys.path if Path(p).resolve() != own]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
