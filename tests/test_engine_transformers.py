@@ -742,16 +742,12 @@ def test_a_batch_is_captured_row_by_row_and_not_continued() -> None:
 
 # -- refusals --------------------------------------------------------------------------------------------------------
 
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-LATENT |= {"n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1}
-
 
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
         ("mistral", {"sliding_window": 16}, "layer 0 is a DynamicSlidingWindowLayer, which is not supported yet"),
         ("gemma2", {"attention": "eager"}, "layer 0 is a DynamicSlidingWindowLayer, which is not supported yet"),
-        ("deepseek_v3", LATENT, r"latent attention \(kv_lora_rank 8\)"),
     ],
 )
 def test_a_family_that_is_not_supported_is_refused_by_name(kind: str, changes: dict[str, Any], message: str) -> None:
@@ -785,7 +781,8 @@ def test_a_model_without_a_head_is_refused() -> None:
 
 def test_a_model_whose_layers_are_not_as_its_settings_say_is_refused_and_nothing_is_kept() -> None:
     engine = make()
-    engine._model = replace(engine._model, geometry=tuple(replace(g, heads=4) for g in engine._model.geometry))
+    wrong = [replace(g, parts=tuple(replace(part, heads=4) for part in g.parts)) for g in engine._model.geometry]
+    engine._model = replace(engine._model, geometry=tuple(wrong))
     with pytest.raises(
         UnsupportedError, match=r"layer 0 does not keep k as its settings say; expected \[4, .*found \[2, "
     ):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.engines._tf_layers import kind_of, numpy_view, rows_of
+from kvsnap.engines._tf_layers import check_layer, kind_of, numpy_view, rows_of
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_state import Line, check_ids, check_room
 from kvsnap.errors import InputError, UnsupportedError
@@ -27,7 +27,7 @@ def lines_in(
     `tokens` `[batch, ids]`, `mask` `[batch, <= ids]` (1 keeps; what it does not reach is kept), `logits`
     `[batch, vocab]` of the last row in the cache, `prompt` the number of columns that are prompt.
     """
-    n_rows, batch = _check_cache(cache, len(model.geometry))
+    n_rows, batch = _check_cache(cache, model)
     ids = np.atleast_2d(_array(tokens, "tokens"))
     if ids.ndim != 2 or ids.shape[0] != batch or ids.shape[1] < n_rows:
         raise InputError(
@@ -66,20 +66,22 @@ def only_rows(cache: Any, line: Line, model: Model) -> Any:
         if index >= len(fresh.layers):
             fresh.layers.append(fresh.layer_class_to_replicate())
         if line.n_rows:
-            kind.write(fresh.layers[index], [t[:, :, list(line.select)] for t in kind.read(layer)])
+            kind.write(fresh.layers[index], [t[..., list(line.select), :] for t in kind.read(layer)])
     return fresh
 
 
-def _check_cache(cache: Any, n_layers: int) -> tuple[int, int]:
+def _check_cache(cache: Any, model: Model) -> tuple[int, int]:
     """Return rows and batch size of a cache whose layers are all known and agree."""
     if type(cache).__name__ != "DynamicCache":
         raise UnsupportedError(
             f"a {type(cache).__name__} is not supported yet", expected="DynamicCache", found=type(cache).__name__
         )
-    rows = rows_of(cache)
+    rows, n_layers = rows_of(cache), len(model.geometry)
     if len(set(rows)) > 1 or (rows and len(rows) != n_layers):
         raise InputError("the layers of the cache do not belong to this model, or hold unequal numbers of rows",
                          expected=f"{n_layers} layers of equal length", found=rows)  # fmt: skip
+    for index, (layer, geometry) in enumerate(zip(cache.layers, model.geometry, strict=False)):
+        check_layer(layer, index, geometry, rows[index])
     tensors = [t for i, layer in enumerate(cache.layers) for t in kind_of(layer, i).read(layer)]
     return (rows[0] if rows else 0), (int(tensors[0].shape[0]) if tensors else 1)
 

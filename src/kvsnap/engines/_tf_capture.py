@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.engines._tf_layers import copy_rows, dtype_of, kind_of, layer_at
+from kvsnap.engines._tf_layers import copy_rows, dtype_of, kind_of, layer_at, tensors_of
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_state import Line
 from kvsnap.tensors import Layer, Tensor, TensorSpec, dtype_name, numpy_dtype
@@ -22,12 +22,12 @@ def read_layers(model: Model, cache: Any, line: Line, row: int, start: int, dtyp
     layers: list[Layer] = []
     for index, geometry in enumerate(model.geometry):
         layer = layer_at(cache, index)
-        kind = kind_of(layer, index)
-        specs = kind.specs(index, sum(len(made.tensors) for made in layers), geometry, dtype)
+        specs = geometry.specs(index, sum(len(made.tensors) for made in layers), dtype)
+        live = tensors_of(layer, index, geometry)
         # A layer that holds nothing yet has no tensors to copy, and its geometry is known all the same.
-        arrays = [copy_rows(t, row, rows) for t in kind.read(layer)] or [_no_rows(spec) for spec in specs]
+        arrays = [copy_rows(t, row, rows) for t in live] or [_no_rows(spec) for spec in specs]
         tensors = tuple(Tensor(spec, array, start=start) for spec, array in zip(specs, arrays, strict=True))
-        layers.append(Layer(index=index, kind=kind.kind, tensors=tensors, num_query_heads=geometry.query_heads))
+        layers.append(Layer(index=index, kind=geometry.kind, tensors=tensors, num_query_heads=geometry.query_heads))
     return tuple(layers)
 
 

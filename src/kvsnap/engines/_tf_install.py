@@ -7,18 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from kvsnap.engines._tf_layers import KINDS, dtype_of, kind_of, layer_at, numpy_view
+from kvsnap.engines._tf_layers import Geometry, dtype_of, kind_of, layer_at, numpy_view
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_state import Line, check_ids, check_room
 from kvsnap.errors import CompatibilityError, InputError, UnsupportedError
 from kvsnap.layout import PositionRun, Snapshot
 from kvsnap.protocols import Progress
-from kvsnap.tensors import Layer, Tensor, TensorSpec, read_all
+from kvsnap.tensors import Layer, Tensor, read_all
 
 __all__ = ["build_cache", "check_snapshot", "line_of"]
 
-# The kind that every layer of a supported model has; with further kinds it becomes a question to each layer.
-_KIND = KINDS["DynamicLayer"]
 _HELD_TWICE = 256 << 20
 
 
@@ -52,11 +50,11 @@ def check_snapshot(snapshot: Snapshot, model: Model, dtype: str, *, cast: bool) 
     if len(snapshot.layers) != len(model.geometry):
         raise CompatibilityError("wrong number of layers", expected=len(model.geometry), found=len(snapshot.layers))
     for index, layer in enumerate(snapshot.layers):
-        _check_layer(layer, _KIND.kind, _KIND.specs(index, 0, model.geometry[index], dtype), n_rows, cast=cast)
+        _check_layer(layer, model.geometry[index], index, dtype, n_rows, cast=cast)
 
 
-def _check_layer(layer: Layer, kind: str, specs: Sequence[TensorSpec], n_rows: int, *, cast: bool) -> None:
-    where = f"layer {specs[0].layer}"
+def _check_layer(layer: Layer, geometry: Geometry, index: int, dtype: str, n_rows: int, *, cast: bool) -> None:
+    where, kind, specs = f"layer {index}", geometry.kind, geometry.specs(index, 0, dtype)
     roles = [t.role for t in layer.tensors]
     if layer.kind != kind or layer.shares is not None or sorted(roles) != sorted(s.role for s in specs):
         shared = "" if layer.shares is None else f" shared from layer {layer.shares}"
@@ -107,17 +105,15 @@ def build_cache(
     cache = model.fresh_cache()
     if n_rows == 0:
         return cache
-    name = dtype_of(dtype, "the cache")
     wanted = [
-        (next(t for t in layer.tensors if t.role == spec.role), torch.device(device))
+        (next(t for t in layer.tensors if t.role == part.role), torch.device(device))
         for layer, device, geometry in zip(snapshot.layers, model.devices(), model.geometry, strict=True)
-        for spec in _KIND.specs(layer.index, 0, geometry, name)
+        for part in geometry.parts
     ]
-    read = [memory[:, :, :n_rows] for memory in _read(wanted, dtype, workers, progress)]
-    share = len(wanted) // len(snapshot.layers)
-    for index in range(len(snapshot.layers)):
+    read = iter([memory[..., :n_rows, :] for memory in _read(wanted, dtype, workers, progress)])
+    for index, geometry in enumerate(model.geometry):
         target = layer_at(cache, index)
-        kind_of(target, index).write(target, read[index * share : (index + 1) * share])
+        kind_of(target, index).write(target, [next(read) for _ in geometry.parts])
     return cache
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 
-from kvsnap.engines._tf_layers import Geometry, kind_of, numpy_view, rows_of
+from kvsnap.engines._tf_geometry import INDEXED, attentions_of, geometry_of
+from kvsnap.engines._tf_layers import Geometry, check_layer, kind_of, numpy_view, rows_of
 from kvsnap.errors import InputError, UnsupportedError
-from kvsnap.tensors import Pairing, RopeState
 
 __all__ = ["Model", "recognises"]
-
-_HALF, _INTERLEAVED = [-2.0, -3.0, 0.0, 1.0], [-1.0, 0.0, -3.0, 2.0]
 
 
 def recognises(model: object) -> bool:
@@ -48,10 +45,11 @@ class Model:
             raise UnsupportedError(
                 f"{type(module).__name__}.forward takes no cache", expected="cache or past_key_values", found="neither"
             )
-        _refuse_unsupported(module, config)
+        layers = _refuse_unsupported(module, config)
+        geometry = geometry_of(module, config, layers)
         limit = getattr(config, "max_position_embeddings", None)
         return Model(
-            module, config, keyword, "logits_to_keep" in parameters, _geometry(module, config), int(config.vocab_size),
+            module, config, keyword, "logits_to_keep" in parameters, geometry, int(config.vocab_size),
             None if limit is None else int(limit),
         )  # fmt: skip
 
@@ -68,6 +66,9 @@ class Model:
         count = len(self.geometry)
         lists = (part for part in self.module.modules() if type(part).__name__ == "ModuleList" and len(part) == count)
         blocks: Any = next((found for found in lists if _first_parameter(found[0]) is not None), ())
+        if not blocks:  # LongCat has two layers of cache in each block
+            found = attentions_of(self.module)
+            blocks = [found[index] for index in range(count)] if set(range(count)) <= found.keys() else ()
         return [_device(block, self.module.device) for block in blocks] or [self.module.device] * count
 
     def evaluate(self, cache: Any, ids: Sequence[int]) -> npt.NDArray[Any]:
@@ -91,25 +92,19 @@ class Model:
         return numpy_view(own)
 
     def _check_rows(self, cache: Any, before: Sequence[int], count: int) -> None:
-        for index, rows in enumerate(rows_of(cache)):
+        found = rows_of(cache)
+        if len(found) != len(self.geometry):
+            raise UnsupportedError(
+                "the model does not keep one cache layer for each layer", expected=len(self.geometry), found=len(found)
+            )
+        for index, rows in enumerate(found):
             first = index >= len(before) or before[index] == 0
             expected = count if first else before[index] + count
             if rows != expected:
                 raise UnsupportedError(
                     f"layer {index} does not keep a row for each token", expected=f"{expected} rows", found=rows
                 )
-            if first:
-                self._check_shapes(cache.layers[index], index, rows)
-
-    def _check_shapes(self, layer: Any, index: int, rows: int) -> None:
-        kind = kind_of(layer, index)
-        specs = kind.specs(index, 0, self.geometry[index], "float32")
-        for spec, tensor in zip(specs, kind.read(layer), strict=True):
-            expected, found = list(spec.shape_with(rows)), list(tensor.shape[1:])
-            if expected != found:
-                raise UnsupportedError(
-                    f"layer {index} does not keep {spec.role} as its settings say", expected=expected, found=found
-                )
+            check_layer(cache.layers[index], index, self.geometry[index], rows)
 
 
 def _inside_peft(model: Any) -> Any:
@@ -127,21 +122,17 @@ def _fresh_cache(module: Any) -> Any:
     return transformers.DynamicCache(config=module.config)
 
 
-def _refuse_unsupported(module: Any, config: Any) -> None:
+def _refuse_unsupported(module: Any, config: Any) -> list[Any]:
+    """Raise `UnsupportedError` naming what is not supported; return the layers of an empty cache, [] before 5.0."""
     if not module.can_generate():
         raise UnsupportedError(f"{type(module).__name__} does not generate text: it has no language model head")
     if getattr(module.config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{config.model_type} is an encoder-decoder, which is not supported yet")
-    # Its cache looks like plain attention with one head and holds a latent row and a rope row instead.
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise UnsupportedError(
-            f"{config.model_type} has latent attention (kv_lora_rank {config.kv_lora_rank}), which is not supported yet"
-        )
     layers = _fresh_cache(module).layers
     for index, layer in enumerate(layers):
         kind_of(layer, index)
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind != "full_attention":
+        if kind not in ("full_attention", *INDEXED):
             raise UnsupportedError(f"layer {index} is of the type {kind}, which is not supported yet")
     if layers and len(layers) != config.num_hidden_layers:
         raise UnsupportedError(
@@ -153,36 +144,7 @@ def _refuse_unsupported(module: Any, config: Any) -> None:
         raise UnsupportedError(f"{config.model_type} keeps a state of its own beside the cache, which is not supported")
     if any(hasattr(part, "rope_deltas") for part in module.modules()):
         raise UnsupportedError(f"{config.model_type} counts positions in several dimensions: not supported yet")
-
-
-def _geometry(module: Any, config: Any) -> tuple[Geometry, ...]:
-    query_heads = int(config.num_attention_heads)
-    heads = int(getattr(config, "num_key_value_heads", None) or query_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // query_heads)
-    rope, pairing = _rope(module, config)
-    # SmolLM3 and others leave the rotation out of some layers.
-    rotated = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
-    return tuple(
-        Geometry(heads, width, query_heads, *((rope, pairing) if used else ("none", ""))) for used in rotated
-    )  # fmt: skip
-
-
-def _rope(module: Any, config: Any) -> tuple[RopeState, Pairing]:
-    """Tell how keys are rotated. Asks the function that the model uses: no setting says it for every family."""
-    import torch
-
-    settings = getattr(config, "rope_parameters", None) or {}
-    if not settings and getattr(config, "rope_theta", None) is None:
-        return "unknown", ""
-    partial = settings.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-    families = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
-    rotate = next((f for family in families if (f := getattr(family, "rotate_half", None)) is not None), None)
-    if rotate is None or partial != 1.0:
-        return "unknown", ""
-    found = rotate(torch.arange(4.0)).tolist()
-    if found == _HALF:
-        return "after", "half"
-    return ("after", "interleaved") if found == _INTERLEAVED else ("unknown", "")
+    return list(layers)
 
 
 def _first_parameter(module: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The engine for Hugging Face transformers: models with full attention, on any device, in float32, float16 or bfloat16.
+"""The engine for Hugging Face transformers: full and latent attention, on any device, in float32, float16 or bfloat16.
 
 Works with transformers 4.57 and 5.0 to 5.24. Nothing here imports torch or transformers before a model is given.
 """
