@@ -282,6 +282,23 @@ def test_a_pending_id_has_no_row_and_is_not_in_the_file(family: str, tmp_path: P
     assert np.array_equal(found.logits, expected.logits)
 
 
+@pytest.mark.parametrize("family", given("deepseek_v3", "deepseek_v32"))
+def test_rows_of_a_bfloat16_model_are_the_same_when_they_come_back(family: str, tmp_path: Path) -> None:
+    engine = make(family, dtype="bfloat16")
+    turn(engine, 0)
+    with ColiFile.open(tmp_path / ".coli_kv", geometry(family), create=True) as file:
+        append(file, engine)
+        loaded = file.load()
+    fresh = make(family, dtype="bfloat16")
+    with pytest.raises(CompatibilityError, match="layer 0 latent: dtype differs; expected bfloat16, found float32"):
+        take_up(fresh, loaded)
+    restored = kvsnap.restore(loaded, fresh, accept=("weights", "dtype"))
+    assert any("converted from float32 to bfloat16" in note for note in restored.notes)
+    found, expected = go_on(fresh, AFTER), go_on(engine, AFTER)
+    assert found.ids == expected.ids
+    assert np.array_equal(found.logits, expected.logits)
+
+
 @pytest.mark.skipif(LATENT_ROWS or "deepseek_v3" not in KNOWN, reason="this release keeps latent rows")
 def test_a_release_that_keeps_keys_and_values_is_told_that_they_do_not_fit(tmp_path: Path) -> None:
     engine = make("deepseek_v3")
