@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -10,8 +11,8 @@ from typing import Any
 
 from kvsnap import formats, inspection, sampling
 from kvsnap.engines.connect import connect
-from kvsnap.errors import InputError, LossError
-from kvsnap.files import replacing
+from kvsnap.errors import ContextError, InputError, LossError
+from kvsnap.files import Reader, replacing
 from kvsnap.formats import native
 from kvsnap.formats.native import MemorySink, SaveReport, VerifyReport
 from kvsnap.identity import Compatibility, compare
@@ -86,6 +87,7 @@ def save(
     survive a power cut. Raise `InputError`, `MissingError` (no such directory), `StorageError` (no space, no
     permission).
     """
+    _refuse_session(path)
     if format in (None, native.NAME):
         if version not in (None, 1) or byte_order not in (None, "little"):
             raise InputError("the native format is little-endian and has version 1", found=version or byte_order)
@@ -97,6 +99,16 @@ def save(
             snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress, vocab=vocab
         )
     return _foreign_report(snapshot, os.fspath(path), target.name, nbytes, losses)
+
+
+def _refuse_session(path: StrPath) -> None:
+    """A file that keeps a history is not replaced by one that does not."""
+    if os.path.isfile(path):
+        with Reader(path) as reader:
+            if native.is_session(reader):
+                raise InputError(
+                    "this is a session, and its history would be lost: append to it, or use another name", path=path
+                )
 
 
 def _foreign_report(snapshot: Snapshot, path: str, name: str, nbytes: int, losses: Sequence[Loss]) -> SaveReport:
@@ -178,6 +190,7 @@ def convert(
         raise LossError(
             f"{target.name} cannot hold everything: {told}. Allow it to go on (allow_loss=True, --allow-loss)"
         )
+    _refuse_session(dst)
     with replacing(dst) as writer:
         nbytes = target.write(
             snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress, vocab=vocab
@@ -276,6 +289,10 @@ def restore(
     `CompatibilityError` with the report, unless its field is named in `accept`; then the result is not exact. More
     tokens than the context raise `ContextError`. `sampler` replaces the saved settings and random state.
     """
+    if not isinstance(snapshot, Snapshot):
+        raise InputError(
+            "restore takes a snapshot: kvsnap.load(path), or session.load()", found=type(snapshot).__name__
+        )
     started = time.perf_counter()
     report = check(snapshot, engine, accept=accept, draft_reserve=draft_reserve, progress=progress)
     report.raise_if_refused()
@@ -334,7 +351,7 @@ def generate(
     if isinstance(prompt, str):
         ids = engine.tokenize(prompt, special=not engine.tokens) if prompt else ()
     else:
-        ids = tuple(int(i) for i in prompt)
+        ids = _ids(prompt)
     if not ids and not engine.tokens:
         raise InputError("nothing to go on from: the prompt is empty and the engine holds no tokens")
     settings = None if sampler is None else sampling.start(sampler)
@@ -343,6 +360,15 @@ def generate(
     if settings is not None:
         engine.sampler = settings
     return _tokens(engine, max_tokens, stop_at_end)
+
+
+def _ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(i) for i in prompt)
+    except TypeError as error:
+        raise InputError(
+            "a prompt is text or a list of token ids; for chat messages: engine.render(messages)", found=error
+        ) from error
 
 
 def _tokens(engine: Engine, max_tokens: int, stop_at_end: bool) -> Iterator[Token]:
@@ -355,13 +381,29 @@ def _tokens(engine: Engine, max_tokens: int, stop_at_end: bool) -> Iterator[Toke
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """One continuation of a sweep: the settings, its tokens, and the forward passes made for it."""
+    """One continuation of a sweep: the settings, its tokens, and the forward passes made for it.
+
+    `stop` tells why it ended: `length` (max_tokens), `end` (the model ended the text), `context` (it is full).
+    """
 
     sampler: Sampler
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[float, ...]
     forwards: int
+    stop: str = "length"
+
+
+def _until_full(engine: Engine, settings: Sampler, max_tokens: int) -> tuple[list[Token], str]:
+    tokens: list[Token] = []
+    try:
+        for token in generate(engine, max_tokens=max_tokens, sampler=settings):
+            tokens.append(token)  # noqa: PERF402 # what is there must outlive an error
+    except ContextError:
+        if not tokens:
+            raise
+        return tokens, "context"
+    return tokens, "end" if tokens[-1].end else "length"
 
 
 def sweep(
@@ -380,7 +422,7 @@ def sweep(
         if place:
             engine.install(snapshot, cast="dtype" in accept)
         before = engine.forwards
-        tokens = tuple(generate(engine, max_tokens=max_tokens, sampler=settings))
+        tokens, stop = _until_full(engine, settings, max_tokens)
         out.append(
             Continuation(
                 sampler=settings,
@@ -388,6 +430,7 @@ def sweep(
                 text="".join(t.text for t in tokens),
                 logprobs=tuple(t.logprob for t in tokens),
                 forwards=engine.forwards - before,
+                stop=stop,
             )
         )
     engine.install(snapshot, cast="dtype" in accept)

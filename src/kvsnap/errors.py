@@ -58,9 +58,9 @@ class KvsnapError(Exception):
     def __str__(self) -> str:
         where = "" if self.path is None else f"{self.path}: "
         at = "" if self.offset is None else f" (at byte {self.offset})"
-        facts = ""
-        if self.expected is not None or self.found is not None:
-            facts = f"; expected {self.expected}, found {self.found}"
+        known = (("expected", self.expected), ("found", self.found))
+        facts = ", ".join(f"{word} {value}" for word, value in known if value is not None)
+        facts = f"; {facts}" if facts else ""
         return f"{where}{self.message}{facts}{at}"
 
     def to_dict(self) -> dict[str, Any]:

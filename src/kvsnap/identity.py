@@ -206,6 +206,11 @@ class Compatibility:
         )
 
     @property
+    def to_accept(self) -> tuple[str, ...]:
+        """The field names that `accept=` would have to name for this restore to go ahead."""
+        return tuple(dict.fromkeys(f.name.split(":", 1)[0].split(".", 1)[0] for f in self.refusals))
+
+    @property
     def context_fits(self) -> bool:
         return self.limit is None or self.needed <= self.limit
 
@@ -226,9 +231,9 @@ class Compatibility:
         bad = self.refusals
         if bad:
             text = "; ".join(str(f) for f in bad[:4]) + (f"; and {len(bad) - 4} more" if len(bad) > 4 else "")
-            first = bad[0].name.split(" ", 1)[0].split(":", 1)[0]
+            names = ", ".join(repr(name) for name in self.to_accept)
             raise CompatibilityError(
-                f"the snapshot is not for this model: {text}. To accept: accept=({first!r},)", report=self
+                f"the snapshot is not for this model: {text}. To take all of it on: accept=[{names}]", report=self
             )
         if not self.context_fits:
             raise ContextError(
@@ -267,14 +272,15 @@ def compare(
     `InputError` for a name that is no field.
     """
     fields = [
+        # What explains most comes first: another dtype or configuration changes the digest of every weight too.
         _text("architecture", saved.architecture, found.architecture),
-        *_config(saved, found),
-        *_weights(saved, found),
         _text("dtype", saved.cache_dtype, found.cache_dtype),
+        *_config(saved, found),
         _text("quantisation", saved.quantisation, found.quantisation),
         _text("tokenizer", saved.tokenizer, found.tokenizer),
         _adapters(saved, found),
         _text("engine", saved.engine, found.engine),
+        *_weights(saved, found),
         *(_text(f"runtime.{n}", a, b, "exactness") for n, a, b in _joined(saved.runtime, found.runtime)),
         _text("chat_template", saved.chat_template, found.chat_template, "advice"),
     ]

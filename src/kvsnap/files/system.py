@@ -304,7 +304,10 @@ def lock(fd: int, path: str) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in {errno.EAGAIN, errno.EACCES, errno.EDEADLK}:
-            raise BusyError("another process writes this file now; try again", path=path) from error
+            raise BusyError(
+                "this file is open for writing elsewhere (another process, or another session object); try again",
+                path=path,
+            ) from error
         raise translate(error, path, "lock") from error
 
 

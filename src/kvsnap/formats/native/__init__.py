@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 
 from kvsnap import codecs
-from kvsnap.errors import InputError
-from kvsnap.files import replacing
+from kvsnap.errors import DamagedError, FormatError, InputError
+from kvsnap.files import Reader, replacing
 from kvsnap.formats.native.read import BytesReader, NativeFile
 from kvsnap.formats.native.verify import Damage, VerifyReport, verify_file
 from kvsnap.formats.native.write import MemorySink, SaveReport, write_snapshot
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress
-from kvsnap.records import MAGIC
+from kvsnap.records import MAGIC, SESSION, read_header
 
 __all__ = [
     "BytesReader", "Damage", "MemorySink", "NativeFile",
-    "SaveReport", "VerifyReport", "dumps", "load", "loads", "save", "sniff",
+    "SaveReport", "VerifyReport", "dumps", "is_session", "load", "loads", "save", "sniff",
     "verify_file",
 ]  # fmt: skip
 
@@ -27,6 +27,14 @@ _RESERVE_FROM = 1 << 20
 def sniff(head: bytes) -> bool:
     """Tell whether a file that starts with these bytes is one of ours."""
     return head.startswith(MAGIC)
+
+
+def is_session(reader: Reader) -> bool:
+    """Tell whether this is a session of ours that can be opened; anything else is not."""
+    try:
+        return sniff(reader.read_at(0, min(reader.size, len(MAGIC)))) and read_header(reader).use == SESSION
+    except (DamagedError, FormatError):
+        return False
 
 
 def save(
