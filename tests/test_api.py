@@ -198,3 +198,41 @@ def test_a_session_is_never_replaced(tmp_path: Path) -> None:
     assert path.read_bytes() == before
     synthetic(range(4)).save(other)
     assert kvsnap.load(other).tokens == (0, 1, 2, 3)
+
+
+def test_a_sampler_of_the_wrong_type_is_refused_before_anything_changes(engine: Any, saved: Path) -> None:
+    snapshot = kvsnap.load(saved)
+    other = kvsnap.connect(tiny_llama())
+    list(kvsnap.generate(other, PROMPT[:4], max_tokens=2))
+    before = other.tokens
+    with pytest.raises(InputError, match="sampler"):
+        kvsnap.restore(snapshot, other, sampler=snapshot.sampler)  # type: ignore[arg-type]
+    assert other.tokens == before
+
+
+def test_weights_changed_under_live_rows_are_not_captured() -> None:
+    model = tiny_llama()
+    engine = kvsnap.connect(model)
+    list(kvsnap.generate(engine, PROMPT, max_tokens=2))
+    kvsnap.capture(engine)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.add_(1e-2)
+    with pytest.raises(kvsnap.KvsnapError, match="weights were changed"):
+        kvsnap.capture(engine)
+    engine.reset()
+    list(kvsnap.generate(engine, PROMPT, max_tokens=2))
+    kvsnap.capture(engine)
+
+
+def test_what_changes_bits_is_not_called_exact(saved: Path) -> None:
+    snapshot = kvsnap.load(saved)
+    assert kvsnap.restore(snapshot, kvsnap.connect(tiny_llama())).exact
+    from kvsnap.engines.transformers import TransformersEngine
+
+    assert not kvsnap.restore(snapshot, TransformersEngine(tiny_llama(), prefill_step=8)).exact
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not kvsnap.restore(snapshot, kvsnap.connect(tiny_llama())).exact
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        done = kvsnap.restore(snapshot, kvsnap.connect(tiny_llama()))
+    assert not done.exact
+    assert any("sdp" in note for note in done.notes)

@@ -293,6 +293,8 @@ def restore(
         raise InputError(
             "restore takes a snapshot: kvsnap.load(path), or session.load()", found=type(snapshot).__name__
         )
+    if sampler is not None and not isinstance(sampler, Sampler):
+        raise InputError("the sampler given is none", expected="kvsnap.Sampler", found=type(sampler).__name__)
     started = time.perf_counter()
     report = check(snapshot, engine, accept=accept, draft_reserve=draft_reserve, progress=progress)
     report.raise_if_refused()

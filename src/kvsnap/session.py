@@ -6,6 +6,7 @@ A turn is published by one commit. Killed at any instant, the file opens at the 
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -55,12 +56,14 @@ class Session:
     """A session file. Open it with `Session.open`; use it as a context manager.
 
     Open for writing, it holds the exclusive lock of the file until it is closed; readers are not disturbed. After
-    a failed sync every further write raises `PoisonedError` until the session is opened again.
+    a failed sync every further write raises `PoisonedError` until the session is opened again. Several threads may use
+    one session; after a fork the child has to open its own.
     """
 
     def __init__(self, journal: Journal, file: NativeFile) -> None:
         self.path = journal.path
         self._journal = journal
+        self._turns = threading.RLock()
         self._tokens: tuple[int, ...] | None = None
         self._text: str | None = None
         self.dropped = file.end.dropped
@@ -75,16 +78,16 @@ class Session:
         Raise `BusyError` when another process writes it, `MissingError`, `FormatError`, `VersionError`, `DamagedError`,
         and `InputError` for a sealed snapshot.
         """
-        name = os.fspath(path)
+        name = os.path.abspath(os.fspath(path))  # the working directory may change
         if readonly:
-            file = NativeFile(Reader(name), mapped=False)
+            file = NativeFile.open(name, mapped=False)
             return cls(Journal(name, None, file), file)
         if create and not os.path.lexists(name):
             with suppress(InputError):  # another process made it just now
                 write_whole(name, empty_file(), new=True)
         with ExitStack() as undo:
             appender = undo.enter_context(Appender.open(name))
-            file = undo.enter_context(closing(NativeFile(Reader(name), mapped=False)))
+            file = undo.enter_context(closing(NativeFile.open(name, mapped=False)))
             if file.sealed:
                 raise InputError(
                     "a sealed snapshot cannot be appended to: open a new session and append what load returns",
@@ -146,7 +149,11 @@ class Session:
 
         Opened for reading only, this moves the session to what was published meanwhile.
         """
-        file = NativeFile(Reader(self.path), mapped=False)
+        with self._turns:
+            return self._load()
+
+    def _load(self) -> Snapshot:
+        file = NativeFile.open(self.path, mapped=False)
         if file.end.footer != self._now.footer:
             if self._journal.appender is not None:
                 raise ConflictError("the file changed since it was opened", path=self.path)
@@ -181,6 +188,11 @@ class Session:
         Raise `InputError` when it does not continue the session (other tokens, or behind it: truncate first),
         `CompatibilityError` when it is of another model. On any error the session is as before.
         """
+        with self._turns:
+            return self._append(snapshot, complete, codec, progress)
+
+    def _append(self, snapshot: Snapshot, complete: bool, codec: str | None, progress: Progress | None) -> SaveReport:
+        self._journal.check_writable()
         check_counts(snapshot, known=self.n_tokens)
         codec_name = codecs.codec_of_name(codec or "exact").name
         now = self._now
@@ -190,8 +202,10 @@ class Session:
         with self._journal.writing() as writer:
             commit, entry, parts = write_turn(now, writer, snapshot, text, geometry, identity, codec_name, progress)
             commit = replace(commit, complete=complete)
-            written = self._journal.publish(writer, commit, (*now.entries, entry), kept=len(now.entries))
-        self._journal.now = replace(self._now, geometry=geometry, identity=identity)
+            self._tokens = self._text = None  # an interrupt may come right behind the commit
+            written = self._journal.publish(
+                writer, commit, (*now.entries, entry), kept=len(now.entries), geometry=geometry, identity=identity
+            )
         self._tokens, self._text = snapshot.tokens, snapshot.text
         return report_of(
             snapshot, parts, nbytes=written, path=self.path, commit=self.n_commits, file_id=self._journal.header.file_id
@@ -204,6 +218,10 @@ class Session:
         file. Raise `InputError` outside 0..n_tokens, `UnsupportedError` naming the nearest reachable turn when a layer
         cannot be rewound.
         """
+        with self._turns:
+            return self._truncate(n_tokens)
+
+    def _truncate(self, n_tokens: int) -> int:
         now = self._now
         if not 0 <= n_tokens <= now.commit.n_tokens:
             raise InputError(
@@ -215,7 +233,7 @@ class Session:
             self.reset()
             return 0
         unstored = now.commit.n_rows + now.commit.n_pending - now.commit.n_tokens
-        file = NativeFile(Reader(self.path), mapped=False)
+        file = NativeFile.open(self.path, mapped=False)
         entries, offset = cut_entries(file, now.entries, n_tokens, n_tokens + unstored)
         n_rows = sum(e.n_rows for e in entries)
         commit = replace(
@@ -227,17 +245,18 @@ class Session:
 
     def reset(self) -> None:
         """Go back to an empty history, as a commit of its own. The identity stays."""
-        commit = replace(
-            self._now.commit, operation=Operation.RESET, complete=True, n_tokens=0, n_rows=0, n_pending=0,
-            token_offset=0, state=0,
-        )  # fmt: skip
-        self._rewrite(commit, ())
+        with self._turns:
+            commit = replace(
+                self._now.commit, operation=Operation.RESET, complete=True, n_tokens=0, n_rows=0, n_pending=0,
+                token_offset=0, state=0,
+            )  # fmt: skip
+            self._rewrite(commit, ())
 
     def _rewrite(self, commit: Commit, entries: tuple[Entry, ...]) -> None:
         same = sum(1 for a, b in zip(self._now.entries, entries, strict=False) if a == b)
         with self._journal.writing() as writer:
+            self._tokens = self._text = None
             self._journal.publish(writer, commit, entries, kept=same)
-        self._tokens = self._text = None
 
     def close(self) -> None:
         """Close the file and give up the lock."""
@@ -253,8 +272,14 @@ class Session:
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _new_text(self, snapshot: Snapshot) -> str | None:
+    def _new_text(self, snapshot: Snapshot) -> tuple[int | None, str] | None:
+        """Return what is new of the text, and how many characters of the old one it follows (None: all)."""
         if snapshot.text is None:
             return None
         before = "" if not self.n_tokens else self._history()[1]
-        return snapshot.text[len(before) :] if before is not None and snapshot.text.startswith(before) else None
+        if before is None:
+            return 0, snapshot.text
+        # The last character may have been half of one before: its missing bytes change it.
+        pairs = enumerate(zip(before, snapshot.text, strict=False))
+        kept = next((i for i, (a, b) in pairs if a != b), min(len(before), len(snapshot.text)))
+        return (None if kept == len(before) else kept), snapshot.text[kept:]

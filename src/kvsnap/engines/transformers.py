@@ -13,12 +13,12 @@ from typing import Any
 from kvsnap.engines import _tf_text
 from kvsnap.engines._tf_adopt import lines_in, only_rows
 from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
-from kvsnap.engines._tf_identity import identity_of
+from kvsnap.engines._tf_identity import identity_of, weights_stamp
 from kvsnap.engines._tf_install import build_cache, check_snapshot, line_of
 from kvsnap.engines._tf_layers import cut, dtype_of, rows_of
 from kvsnap.engines._tf_model import Model, recognises
 from kvsnap.engines._tf_state import Line, Live, check_ids, check_room
-from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.errors import ConflictError, InputError, UnsupportedError
 from kvsnap.identity import Identity
 from kvsnap.layout import PositionRun, SamplerState, Snapshot
 from kvsnap.protocols import Installed, Progress, Token
@@ -51,6 +51,7 @@ class TransformersEngine:
         self._ends = _tf_text.end_ids(self._model.module, self._model.config)
         self._live = Live(self._model.fresh_cache(), (Line(),), start())
         self._unfinished = False
+        self._stamp: object = None
 
     # -- the state ---------------------------------------------------------------------------------------------------
 
@@ -147,6 +148,7 @@ class TransformersEngine:
             raise InputError("nothing to evaluate: the prompt is empty and so is the sequence")
         check_room(line.positions, len(checked), self.context_limit)
         with self._change() as (live, line):
+            self._stamp = self._stamp if line.n_rows else weights_stamp(self.model)
             done = self._evaluate(live.cache, line.extended(checked, "prompt"))
             self._live = replace(live, lines=(done,))
 
@@ -173,9 +175,9 @@ class TransformersEngine:
         if not checked:
             raise InputError("nothing to evaluate: no ids were given")
         check_room(0, len(checked), self.context_limit)
-        cache = self._model.fresh_cache()
+        cache, stamp = self._model.fresh_cache(), weights_stamp(self.model)
         line = self._evaluate(cache, Line().extended(checked, "prompt"), progress)
-        self._live = Live(cache, (line,), self._live.sampler)
+        self._live, self._stamp = Live(cache, (line,), self._live.sampler), stamp
 
     # -- out and in --------------------------------------------------------------------------------------------------
 
@@ -186,6 +188,8 @@ class TransformersEngine:
         line = live.lines[row]
         if not 0 <= start <= line.n_rows:
             raise InputError("no such row to start from", expected=f"0 to {line.n_rows}", found=start)
+        if line.n_rows and self._stamp != weights_stamp(self.model):
+            raise ConflictError("the weights were changed or moved after rows were evaluated; reset() and start over")
         layers = read_layers(self._model, live.cache, line, row, start, self._cache_dtype())
         return Snapshot(
             architecture=str(self._model.config.model_type),
@@ -220,6 +224,7 @@ class TransformersEngine:
         line = line_of(snapshot)
         cache = build_cache(snapshot, self._model, wanted, line.n_rows, workers or self._workers, progress)
         self._live = Live(cache, (line,), snapshot.sampler or self._live.sampler)
+        self._stamp = weights_stamp(self.model)
         given_up = snapshot.n_rows - line.n_rows
         notes = ["no logits are stored, so the last row is evaluated again"] if given_up else []
         others = sorted({t.spec.dtype for t in snapshot.tensors() if t.spec.dtype != dtype})
@@ -248,14 +253,15 @@ class TransformersEngine:
             cache = only_rows(cache, lines[0], self._model)
             lines = (replace(lines[0], select=None),)
             cut(cache, lines[0].n_rows)
-        self._live = Live(cache, lines, self._live.sampler)
+        self._live, self._stamp = Live(cache, lines, self._live.sampler), weights_stamp(self.model)
 
     # -- identity and text -------------------------------------------------------------------------------------------
 
     def identity(self, progress: Progress | None = None) -> Identity:
         return identity_of(
-            self._model, self.tokenizer, cache_dtype=self._cache_dtype(), workers=self._workers, progress=progress
-        )
+            self._model, self.tokenizer, cache_dtype=self._cache_dtype(), workers=self._workers, progress=progress,
+            prefill_step=self._step,
+        )  # fmt: skip
 
     def tokenize(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         return _tf_text.tokenize(self.tokenizer, text, special=special)

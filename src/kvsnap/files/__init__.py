@@ -16,10 +16,11 @@ import os
 import secrets
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from kvsnap.errors import BusyError, InputError, KvsnapError, PoisonedError
+from kvsnap.errors import BusyError, InputError, KvsnapError, PoisonedError, StorageError
 from kvsnap.files import system
 from kvsnap.files.reading import OpenFile, Reader
 from kvsnap.files.system import translate
@@ -40,6 +41,7 @@ __all__ = [
     "fsync_directory",
     "make_directory",
     "remove",
+    "remove_left",
     "replacing",
     "translate",
     "write_whole",
@@ -47,6 +49,7 @@ __all__ = [
 
 # A file of this prefix that no process is writing is what a killed process left; it may be removed.
 TEMPORARY_PREFIX = ".kvsnap-"
+_LEFT_AFTER = 60
 
 # -- what crash tests see ----------------------------------------------------------------------------------
 
@@ -232,9 +235,31 @@ def _create_temporary(path: str, mode: int) -> tuple[int, str]:
         fd = os.open(named, os.O_RDWR | os.O_CREAT | os.O_EXCL | system.NOFOLLOW | system.COMMON, 0o600)
     except OSError as error:
         raise translate(error, path, "write") from error
-    system.set_mode(fd, mode)
-    _note("create", named)
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.unlink, named)
+        undo.callback(os.close, fd)
+        system.hold(fd)  # for as long as it is written, so that nobody takes it for a left one
+        system.set_mode(fd, mode)
+        _note("create", named)
+        undo.pop_all()
     return fd, named
+
+
+def remove_left(directory: str) -> list[str]:
+    """Remove temporary files that killed processes left in a directory; return their names.
+
+    Left is what no process holds and nobody touched for a minute. Nothing is raised: this is only tidying.
+    """
+    removed = []
+    with contextlib.suppress(OSError), os.scandir(directory) as found:
+        names = [e.path for e in found if e.name.startswith(TEMPORARY_PREFIX) and e.name.endswith(".tmp")]
+        for name in names:
+            with contextlib.suppress(OSError):
+                if time.time() - os.lstat(name).st_mtime > _LEFT_AFTER and system.is_left(name):
+                    os.unlink(name)
+                    _note("unlink", name)
+                    removed.append(name)
+    return removed
 
 
 @contextlib.contextmanager
@@ -250,6 +275,7 @@ def replacing(path: StrPath, *, mode: int = 0o600, sync: bool = True, new: bool 
     sync of the directory, fails is the new file in place nevertheless.
     """
     target = system.path_text(path)
+    remove_left(os.path.dirname(target) or ".")
     fd, temporary = _create_temporary(target, mode)
     writer = Writer(fd, target, temporary)
     with contextlib.ExitStack() as undo:
@@ -402,12 +428,14 @@ class Appender(OpenFile):
         Raise StorageError when it fails; from then on this object is poisoned.
         """
         fd = self._checked()
-        self._poisoned = True  # until it is known to have worked
-        _sync(fd, self.path, self.path, data_only=True)
-        if self._is_new:
-            fsync_directory(os.path.dirname(self.path) or ".")
-            self._is_new = False
-        self._poisoned = False
+        try:
+            _sync(fd, self.path, self.path, data_only=True)
+            if self._is_new:
+                fsync_directory(os.path.dirname(self.path) or ".")
+                self._is_new = False
+        except StorageError:  # not an interrupt: then nothing is known to be lost, and the next sync covers it
+            self._poisoned = True
+            raise
 
     def truncate(self, length: int) -> None:
         """Cut the file to `length` bytes, at most its present length (else InputError). Not durable before `sync`."""

@@ -311,6 +311,27 @@ def lock(fd: int, path: str) -> None:
         raise translate(error, path, "lock") from error
 
 
+def hold(fd: int) -> None:
+    """Mark a temporary file as being written, where the system has such locks; it goes with the descriptor."""
+    if sys.platform != "win32":
+        with contextlib.suppress(OSError):  # a file system without locks: the age of the file must do
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_left(path: str) -> bool:
+    """Tell whether nobody holds a temporary file. Raises `OSError`."""
+    if sys.platform == "win32":
+        return False
+    fd = os.open(path, os.O_RDONLY | NOFOLLOW | COMMON)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
 def is_named(fd: int, path: str) -> bool:
     """Tell whether `path` still names the open file."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -49,11 +50,20 @@ class Journal:
         self.header = file.header
         self.now = Published(file.commit, file.end.footer, file.entries, file.geometry, file.identity)
         self.dropped = file.end.dropped
+        self._process = os.getpid()
 
     def _writable(self) -> Appender:
         if self.appender is None:
             raise InputError("the session was opened for reading only", path=self.path)
+        if os.getpid() != self._process:  # a fork shares the lock, so the lock does not keep the two apart
+            raise ConflictError(
+                "the session was opened by another process, before a fork: open it here", path=self.path
+            )
         return self.appender
+
+    def check_writable(self) -> None:
+        """Raise `InputError` (opened for reading only), `PoisonedError` or `ConflictError` (forked)."""
+        self._writable().size()
 
     @contextmanager
     def writing(self) -> Iterator[RecordWriter]:
@@ -90,10 +100,20 @@ class Journal:
         last = read_record_header(_Sized(appender, end), self.header, now.footer.commit_offset, kind=Kind.COMMIT)
         return RecordWriter(appender, self.header, offset=end, sequence=last.sequence + 1, commit=now.commit.number + 1)
 
-    def publish(self, writer: RecordWriter, commit: Commit, entries: tuple[Entry, ...], *, kept: int) -> int:
+    def publish(
+        self,
+        writer: RecordWriter,
+        commit: Commit,
+        entries: tuple[Entry, ...],
+        *,
+        kept: int,
+        geometry: schema.Geometry | None = None,
+        identity: Identity | None = None,
+    ) -> int:
         """Sync what was written, then write and sync the commit; return all bytes written since the last one.
 
-        The first `kept` entries are those of the last commit. Offsets of what did not change come with `commit`.
+        The first `kept` entries are those of the last commit. Offsets of what did not change come with `commit`;
+        geometry and identity are those of now where none is given.
         """
         now = self.now
         index, index_kept = now.commit.index, min(kept, now.commit.index_kept)
@@ -110,7 +130,8 @@ class Journal:
         appender.sync()
         footer = writer.commit(commit)
         appender.sync()
-        self.now = replace(now, commit=commit, footer=footer, entries=entries)
+        # One assignment, so that an interrupt finds the old state or the new one.
+        self.now = Published(commit, footer, entries, geometry or now.geometry, identity or now.identity)
         return footer.file_length - now.footer.file_length
 
     def close(self) -> None:

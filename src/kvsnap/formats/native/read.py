@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["BytesReader", "NativeFile", "Span"]
 
 MAX_JSON = 64 << 20
+_TRIES = 8
 
 
 class FileReader(ReadAt, Protocol):
@@ -116,7 +117,17 @@ class NativeFile:
 
     @staticmethod
     def open(path: str | os.PathLike[str], *, mapped: bool = True) -> NativeFile:
-        """Open a file. Raise `MissingError`, `FormatError`, `VersionError` or `DamagedError`."""
+        """Open a file. Raise `MissingError`, `FormatError`, `VersionError` or `DamagedError`.
+
+        Where a writer cuts off the end that was being looked at (a torn tail, a turn that failed), it is opened again.
+        """
+        for _ in range(_TRIES):
+            reader = Reader(path)
+            try:
+                return NativeFile(reader, mapped=mapped)
+            except DamagedError:
+                if os.stat(path).st_size == reader.size:
+                    raise
         return NativeFile(Reader(path), mapped=mapped)
 
     @property
@@ -249,14 +260,14 @@ class NativeFile:
         """Return everything as a snapshot. Tensor bytes are read, and checked, when they are first used."""
         columns = Columns(self.reader, Sizes(self.geometry.tensors, replaced=False), mapped=self.mapped)
         ids: list[npt.NDArray[np.int32]] = []
-        texts: list[str | None] = []
+        text: str | None = ""
         runs: tuple[Run, ...] = ()
         positions: tuple[PositionRun, ...] = ()
         for span in self.spans():
             entry, table = span.entry, span.table
             ids.append(table.tokens[: entry.n_tokens])
             whole = entry.n_tokens == len(table.tokens)
-            texts.append(schema.parse_text(table.meta, self.path, span.payload) if whole else None)
+            text = _joined_text(text, schema.parse_text(table.meta, self.path, span.payload) if whole else None)
             runs = join_runs(runs, cut_runs(table.runs, entry.n_tokens))
             positions = join_positions(positions, cut_positions(table.positions, entry.n_rows))
             columns.add(entry, table, span.payload)
@@ -279,7 +290,7 @@ class NativeFile:
             logits=logits,
             sampler=sampler,
             identity=self.identity,
-            text="".join(t for t in texts if t) if texts and None not in texts else None,
+            text=text if len(columns) else None,
             metadata=self.metadata,
             source={
                 "format": "native",
@@ -316,3 +327,13 @@ class NativeFile:
         if len(column.spans) == 1 and column.whole:
             source = columns.slice(int(column.spans[0]), spec.id).source
         return Tensor(spec, source, start=start, n_rows=stop - start, bound=column.bound)
+
+
+def _joined_text(before: str | None, piece: tuple[int | None, str] | None) -> str | None:
+    """Return the text up to and including a span; None where a part of it is not known."""
+    if piece is None:
+        return None
+    after, text = piece
+    if after == 0:
+        return text
+    return None if before is None else before[:after] + text

@@ -237,17 +237,23 @@ def parse_sampler(raw: bytes, path: str | None, offset: int) -> SamplerState | N
     return SamplerState(settings, random)
 
 
-def pack_text(text: str | None) -> bytes:
-    """Return the meta of a SPAN record."""
-    return b"" if text is None else canonical_json({"text": text})
+def pack_text(piece: tuple[int | None, str] | None) -> bytes:
+    """Return the meta of a SPAN record: characters of the text before that stay (None: all), and a piece of text."""
+    if piece is None:
+        return b""
+    kept, text = piece
+    return canonical_json({"text": text} if kept is None else {"text": text, "after": kept})
 
 
-def parse_text(raw: bytes, path: str | None, offset: int) -> str | None:
-    """Parse the meta of a SPAN record: the text that its tokens added, or None."""
+def parse_text(raw: bytes, path: str | None, offset: int) -> tuple[int | None, str] | None:
+    """Parse the meta of a SPAN record: (characters of the text before that stay, None for all; the piece), or None."""
     if not raw:
         return None
     r = _Reader(parse_json(raw, path, offset), "SPAN meta", path, offset)
-    return r.text("text") if r.data.get("text") is not None else None
+    if r.data.get("text") is None:
+        return None
+    after = None if r.data.get("after") is None else r.integer("after", 0, 2**40)
+    return after, r.text("text")
 
 
 def pack_note(metadata: Mapping[str, str]) -> bytes:

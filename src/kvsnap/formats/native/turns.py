@@ -32,7 +32,7 @@ def write_turn(
     now: Published,
     writer: RecordWriter,
     snapshot: Snapshot,
-    text: str | None,
+    text: tuple[int | None, str] | None,
     geometry: schema.Geometry,
     identified: Identity,
     codec: str,

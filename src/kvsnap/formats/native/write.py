@@ -225,7 +225,7 @@ class RecordWriter:
         return footer
 
 
-def span_table(snapshot: Snapshot, *, row_start: int, token_start: int, text: str | None) -> Table:
+def span_table(snapshot: Snapshot, *, row_start: int, token_start: int, text: tuple[int | None, str] | None) -> Table:
     """Return the table of a SPAN that holds what the snapshot has from this row and this token on."""
     return Table(
         row_start=row_start,
@@ -328,7 +328,9 @@ def write_snapshot(
     identity = writer.plain(Kind.IDENTITY, canonical_json(snapshot.identity.to_dict()))
     layout = writer.plain(Kind.LAYOUT, schema.pack_layout(schema.geometry_of(snapshot)))
     rows = [t for t in snapshot.tensors() if t.spec.growth != "replaced"]
-    table = span_table(snapshot, row_start=0, token_start=0, text=snapshot.text)
+    table = span_table(
+        snapshot, row_start=0, token_start=0, text=None if snapshot.text is None else (None, snapshot.text)
+    )
     span, check, parts = writer.parts(Kind.SPAN, table, rows, chosen, progress)
     state_table = Table(row_start=snapshot.n_rows, meta=schema.pack_sampler(snapshot.sampler))
     state, _, state_parts = writer.parts(Kind.STATE, state_table, state_tensors(snapshot), "exact")

@@ -1,0 +1,198 @@
+"""Sessions in rough company: threads, forks, interrupts, readers beside a writer that cuts back, half characters."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvsnap
+from kvsnap import files
+from kvsnap.errors import ConflictError, InputError
+from kvsnap.formats.native import read
+from kvsnap.session import Session
+from synthetic import same, snapshot
+
+IDS = tuple(range(1, 8))
+
+
+def turn(count: int) -> kvsnap.Snapshot:
+    return snapshot(IDS[:count])
+
+
+def test_two_threads_on_one_session_publish_whole_turns(tmp_path: Path) -> None:
+    for run in range(10):
+        with Session.open(tmp_path / f"{run}.kvsnap") as session:
+            session.append(turn(2))
+            errors: list[Exception] = []
+
+            def work(count: int, session: Session = session, errors: list[Exception] = errors) -> None:
+                try:
+                    session.append(turn(count))
+                except InputError as error:  # the other one was further already
+                    errors.append(error)
+
+            threads = [threading.Thread(target=work, args=(count,)) for count in (5, 6, 7, 7)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert session.tokens == IDS
+            assert same(session.load(), turn(7)) == []
+        assert kvsnap.verify(session.path).ok
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_to_open_its_own(tmp_path: Path) -> None:
+    session = Session.open(tmp_path / "a.kvsnap")
+    session.append(turn(2))
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            session.append(turn(3))
+        except ConflictError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    session.append(turn(4))
+    assert session.load().tokens == IDS[:4]
+    session.close()
+    assert kvsnap.verify(session.path).ok
+
+
+def test_an_interrupt_during_a_sync_leaves_the_session_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fdatasync
+    for which in (1, 2):
+        path = tmp_path / f"{which}.kvsnap"
+        with Session.open(path) as session:
+            session.append(turn(3))
+            calls = [0]
+
+            def slow(fd: int, calls: list[int] = calls, which: int = which) -> None:
+                real(fd)
+                calls[0] += 1
+                if calls[0] == which:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(0.01)
+
+            monkeypatch.setattr(os, "fdatasync", slow)
+            with pytest.raises(KeyboardInterrupt):
+                session.append(turn(5))
+            monkeypatch.setattr(os, "fdatasync", real)
+            assert session.tokens == IDS[:3]
+            session.append(turn(6))
+            assert session.load().tokens == IDS[:6]
+        assert kvsnap.verify(path).ok
+
+
+def test_an_interrupt_right_behind_the_commit_is_a_published_turn(tmp_path: Path) -> None:
+    with Session.open(tmp_path / "a.kvsnap") as session:
+        session.append(turn(3))
+        assert session.tokens == IDS[:3]
+        real = session._journal.publish
+
+        def publish(*args: Any, **options: Any) -> int:
+            real(*args, **options)
+            raise KeyboardInterrupt
+
+        session._journal.publish = publish  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            session.append(turn(5))
+        session._journal.publish = real  # type: ignore[method-assign]
+        assert session.tokens == IDS[:5]
+        session.append(turn(7))
+        assert same(session.load(), turn(7)) == []
+    assert kvsnap.verify(session.path).ok
+
+
+def test_a_reader_beside_a_writer_that_cuts_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.kvsnap"
+    with Session.open(path) as session:
+        session.append(turn(3))
+    good = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(os.urandom(64) * 4000)  # an append in flight
+    real, raced = read.find_end, []
+
+    def racing(reader: Any, header: Any) -> Any:
+        if not raced:
+            raced.append(True)
+            os.truncate(path, good)  # the append failed, and its writer cut back
+        return real(reader, header)
+
+    monkeypatch.setattr(read, "find_end", racing)
+    assert kvsnap.load(path).tokens == IDS[:3]
+    assert raced
+    monkeypatch.setattr(read, "find_end", real)
+    os.truncate(path, 200)
+    with pytest.raises(kvsnap.KvsnapError):
+        kvsnap.load(path)
+
+
+def test_a_turn_that_ends_inside_a_character(tmp_path: Path) -> None:
+    texts = ("h\ufffd", "hé the", "hé there, then")
+    with Session.open(tmp_path / "a.kvsnap") as session:
+        for count, text in zip((2, 5, 7), texts, strict=True):
+            session.append(replace(turn(count), text=text))
+            assert session.load().text == text
+        session.truncate(5)
+        assert session.load().text == "hé the"
+    with Session.open(tmp_path / "b.kvsnap") as session:
+        session.append(turn(2))
+        assert session.load().text is None
+        session.append(replace(turn(4), text="now known"))
+        assert session.load().text == "now known"
+
+
+def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Session.open("a.kvsnap") as session:
+        session.append(turn(2))
+        monkeypatch.chdir("/")
+        session.append(turn(3))
+    assert kvsnap.load(tmp_path / "a.kvsnap").tokens == IDS[:3]
+
+
+def test_what_a_killed_writer_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
+    left, young = tmp_path / ".kvsnap-0123.tmp", tmp_path / ".kvsnap-4567.tmp"
+    for path in (left, young, tmp_path / "mine.tmp"):
+        path.write_bytes(b"x" * 100)
+    os.utime(left, (1, 1))
+    os.utime(tmp_path / "mine.tmp", (1, 1))
+    with files.replacing(tmp_path / "held.kvsnap") as writer:
+        writer.write(b"held")
+        held = next(p for p in tmp_path.glob(".kvsnap-*.tmp") if p != young)
+        os.utime(held, (1, 1))
+        turn(2).save(tmp_path / "a.kvsnap")
+        assert held.exists()
+    assert not left.exists()
+    assert young.exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [young.name, "a.kvsnap", "held.kvsnap", "mine.tmp"]
+
+
+def test_an_interrupt_while_a_temporary_file_is_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.system, "set_mode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        turn(2).save(tmp_path / "a.kvsnap")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_session_opened_for_reading_says_so_first(tmp_path: Path) -> None:
+    with Session.open(tmp_path / "a.kvsnap") as session:
+        session.append(turn(3))
+    with Session.open(tmp_path / "a.kvsnap", readonly=True) as session, pytest.raises(InputError, match="reading"):
+        session.append(snapshot((9, 9, 9, 9)))
