@@ -1,29 +1,35 @@
 """kvsnap: a save file for the live state of a language model."""
 
-from kvsnap.api import (
-    Continuation,
-    LossReport,
-    Restored,
-    capture,
-    check,
-    connect,
-    convert,
-    dumps,
-    generate,
-    inspect,
-    load,
-    loads,
-    restore,
-    save,
-    sweep,
-    verify,
-    warm_from_tokens,
-)
-from kvsnap.errors import KvsnapError
-from kvsnap.identity import Compatibility, Identity
-from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
-from kvsnap.protocols import Engine, Token
-from kvsnap.session import Session
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvsnap.api import (
+        Continuation,
+        LossReport,
+        Restored,
+        capture,
+        check,
+        connect,
+        convert,
+        dumps,
+        generate,
+        inspect,
+        load,
+        loads,
+        restore,
+        save,
+        sweep,
+        verify,
+        warm_from_tokens,
+    )
+    from kvsnap.errors import KvsnapError
+    from kvsnap.identity import Compatibility, Identity
+    from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
+    from kvsnap.protocols import Engine, Token
+    from kvsnap.session import Session
 
 __version__ = "0.1.0"
 
@@ -58,3 +64,20 @@ __all__ = [
     "verify",
     "warm_from_tokens",
 ]
+
+# numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
+# starts as fast as one that does not.
+_HOMES = ("api", "errors", "identity", "layout", "protocols", "session")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for home in _HOMES:  # the functions first: they tell `Snapshot.save` how to save
+        module = import_module(f"{__name__}.{home}")
+        globals().update({known: getattr(module, known) for known in __all__ if known in vars(module)})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
