@@ -290,6 +290,25 @@ def test_missing_extra(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPa
         load_model(directory)
 
 
+@pytest.mark.parametrize("collecting", [True, False])
+def test_digesting_a_tokenizer_leaves_the_garbage_collector_as_it_was(tmp_path: Path, collecting: bool) -> None:
+    import gc
+
+    from kvsnap.engines import _tf_identity
+
+    tokenizer = load_model(save_tiny(tmp_path)).tokenizer
+    (gc.enable if collecting else gc.disable)()
+    try:
+        _tf_identity._canonical.clear()
+        first = _tf_identity._tokenizer_digest(tokenizer)
+        assert gc.isenabled() is collecting
+        _tf_identity._canonical.clear()
+        tokenizer("x" * 9, truncation=True, max_length=3)  # a setting of a call is no part of what it is
+        assert _tf_identity._tokenizer_digest(tokenizer) == first
+    finally:
+        gc.enable()
+
+
 def test_importing_the_module_needs_no_extra() -> None:
     code = "import sys, kvsnap.engines.models; assert not {'torch', 'transformers', 'gguf'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -331,6 +350,26 @@ def test_gguf_is_converted_once(gguf_file: Path, tmp_path: Path, monkeypatch: py
     steps: list[Any] = []
     second = load_model(copy, dtype="bfloat16", progress=lambda *step: steps.append(step))
     assert (second.path, steps) == (first.path, [])
+
+
+@needs_gguf
+def test_another_revision_of_the_conversion_converts_again(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load_model(gguf_file, cache_directory=tmp_path).path
+    assert first is not None
+    marker = json.loads((first / "kvsnap.json").read_text())
+    assert marker["revision"] == str(conversion._REVISION)
+    monkeypatch.setattr(conversion, "_REVISION", conversion._REVISION + 1)
+    second = load_model(gguf_file, cache_directory=tmp_path).path
+    assert second is not None
+    assert second != first
+    assert left_in(tmp_path) == sorted([first.name, second.name])
+    # What stood under the key of before revisions, with the special tokens of transformers, is never taken.
+    old = first.with_name(first.name.rsplit("-r", 1)[0])
+    first.rename(old)
+    shutil.rmtree(second)
+    assert load_model(gguf_file, cache_directory=tmp_path).path == second
 
 
 @needs_gguf

@@ -28,6 +28,11 @@ Progress: TypeAlias = Callable[[int, int, str], None]
 
 _INSTALL = "pip install 'kvsnap[transformers]'"
 _MARKER = "kvsnap.json"
+_REVISION = 2
+"""Raised whenever the conversion gives something else for the same file, so that what an older one made is not used.
+
+2: the special tokens and the start token are those that the file declares.
+"""
 # Byte-pair vocabularies that llama.cpp gives a start token where the file does not say.
 _STARTED = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
 _ABANDONED_SECONDS = 24 * 3600.0
@@ -43,7 +48,7 @@ _quiet_lock = threading.RLock()
 def converted(gguf: Path, cache_directory: str | os.PathLike[str] | None, progress: Progress | None) -> Path:
     """Return the directory that `gguf` was converted to, converting it if that was never finished."""
     report = progress or _unheard
-    target = _cache_root(cache_directory) / "models" / _conversion_key(gguf)
+    target = conversions(cache_directory) / _conversion_key(gguf)
     if _complete(target):
         return target
     for module in ("gguf", "accelerate"):
@@ -190,7 +195,7 @@ def _conversion_key(gguf: Path) -> str:
     """Name a conversion by the content it is made of and by what makes it.
 
     Each major version of transformers writes configurations that another reads differently (4 ignores where 5 puts the
-    rope base).
+    rope base), and so may each revision of this module.
     """
     digest = xxhash.xxh3_128()
     try:
@@ -199,18 +204,20 @@ def _conversion_key(gguf: Path) -> str:
                 digest.update(block)
     except OSError as error:
         raise StorageError(f"cannot be read: {error.strerror}", errno=error.errno, path=gguf) from error
-    return f"{digest.hexdigest()}-t{importlib.metadata.version('transformers').split('.')[0]}"
+    major = importlib.metadata.version("transformers").split(".")[0]
+    return f"{digest.hexdigest()}-t{major}-r{_REVISION}"
 
 
 def _origin(gguf: Path) -> dict[str, str]:
-    return {"converted_from": gguf.name, "transformers": importlib.metadata.version("transformers")}
+    versions = {"transformers": importlib.metadata.version("transformers"), "revision": str(_REVISION)}
+    return {"converted_from": gguf.name, **versions}
 
 
-def _cache_root(given: str | os.PathLike[str] | None) -> Path:
-    chosen = given if given is not None else os.environ.get("KVSNAP_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    return Path(platformdirs.user_cache_dir("kvsnap"))
+def conversions(cache_directory: str | os.PathLike[str] | None = None) -> Path:
+    """Return the directory that holds the converted models: in `cache_directory`, $KVSNAP_CACHE or the user's cache."""
+    chosen = cache_directory if cache_directory is not None else os.environ.get("KVSNAP_CACHE")
+    root = Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("kvsnap"))
+    return root / "models"
 
 
 def require(module: str) -> Any:
