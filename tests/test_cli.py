@@ -20,7 +20,7 @@ import pytest
 
 import kvsnap
 from kvsnap.cli import _output, root, run
-from kvsnap.cli._model import parse_sampler, sampler_state
+from kvsnap.cli._model import choose_model, idle_settings, parse_sampler, sampler_state
 from kvsnap.errors import InputError
 from kvsnap.layout import Sampler
 from kvsnap.session import Session
@@ -82,7 +82,8 @@ def digest(path: Path) -> str:
 def test_every_command_explains_itself_with_examples(kv: Call) -> None:
     assert kv("--help").code == 0
     assert set(root.commands) == {
-        "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo", "convert",
+        "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo",
+        "convert",
     }  # fmt: skip
     for name, command in root.commands.items():
         shown = kv(name, "--help")
@@ -126,9 +127,20 @@ def test_wrong_usage_is_2(kv: Call) -> None:
         assert (done.code, done.out) == (2, "")
         assert done.err.startswith("kvsnap: ")
         assert done.err.count("\n") == 1
-    done = kv("info", "--json")
-    assert done.code == 2
-    assert done.data["error"]["kind"] == "usage"
+    error = kv("info", "--json").data["error"]
+    assert (error["kind"], error["exit_code"]) == ("usage", 2)
+    assert set(error) == {*kv("info", "gone", "--json").data["error"]}  # the same fields as any other error
+    assert "--save" in kv("generate", "x", "--sav", "y").err  # did you mean
+
+
+@pytest.mark.usefixtures("no_model")
+def test_warnings_of_idle_settings_are_told_once_and_only_then() -> None:
+    assert idle_settings({"top_p": 0.5, "seed": 1}, Sampler(top_p=0.5, seed=1)) == [
+        "--top-p, --seed do nothing without --temperature: the most probable token is always taken"
+    ]
+    assert idle_settings({"top_p": 0.5}, Sampler(temperature=1, top_p=0.5)) == []
+    assert idle_settings({"temperature": 0.0, "seed": 1}, Sampler(seed=1)) == []
+    assert idle_settings({"repetition_penalty": 1.5}, Sampler(repetition_penalty=1.5)) == []
 
 
 def test_a_bug_is_1_and_asks_for_a_report(kv: Call, sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +154,7 @@ def test_a_bug_is_1_and_asks_for_a_report(kv: Call, sealed: Path, monkeypatch: p
     assert "ZeroDivisionError: oh" in done.err
     assert "Traceback" not in done.err
     assert kv("info", sealed, "--json").data["error"]["kind"] == "bug"
+    assert "path" in kv("info", sealed, "--json").data["error"]
     monkeypatch.setenv("KVSNAP_DEBUG", "1")
     assert "Traceback" in kv("info", sealed).err
 
@@ -153,6 +166,8 @@ def test_an_interrupt_is_130(kv: Call, sealed: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kvsnap, "inspect", interrupted)
     done = kv("info", sealed)
     assert (done.code, done.err) == (130, "kvsnap: interrupted\n")
+    error = kv("info", sealed, "--json").data["error"]
+    assert (error["kind"], error["exit_code"], error["path"]) == ("interrupted", 130, None)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGPIPE")
@@ -199,6 +214,38 @@ def test_a_sign_of_life_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPa
         with _output.waiting("thinking"):
             time.sleep(0.3)
         assert ("thinking" in stream.getvalue()) is shown
+
+
+def narrow(monkeypatch: pytest.MonkeyPatch, columns: int, *rows: tuple[str, ...]) -> list[str]:
+    stream = Terminal()
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", stream)
+    made = _output.table("field", "verdict", "decides", "saved", "found")
+    for row in rows:
+        made.add_row(*row)
+    _output.show_table(made)
+    return stream.getvalue().split("\n")
+
+
+@pytest.mark.parametrize("columns", [30, 40, 60, 80])
+def test_a_narrow_terminal_breaks_no_word(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    row = ("runtime.matmul_precision", "[bold]differ[/bold]", "exactness", "nothing was recorded", "highest of all")
+    shown = narrow(monkeypatch, columns, row, row)
+    assert all(len(line.rstrip()) <= columns for line in shown)
+    for word in ("runtime.matmul_precision", "differ", "exactness", "nothing", "recorded", "highest"):
+        assert sum(word in line for line in shown) >= 2, (word, shown)
+
+
+def test_remarks_are_wrapped_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stderr", stream)
+    _output.remark("exact: ids and logits go on as if never interrupted by anything")
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40
+    assert "interrupted" in " ".join(lines)
+    assert len(lines) == 2
 
 
 # -- files that are not what they should be --------------------------------------------------------------------------
@@ -307,6 +354,26 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["resume", "sealed.kvsnap", "--prompt", ""], 2, "the prompt is empty"),
         (["resume", "sealed.kvsnap", "--chat"], 2, "--chat needs"),
         (["resume", "empty.kvsnap"], 2, "holds no tokens"),
+        (["generate", "x", "--save", ""], 2, "--save needs a file name"),
+        (["generate", "x", "--session", ""], 2, "--session needs a file name"),
+        (["generate", "x", "--save", "n" * 300], 14, "cannot be written"),
+        (["generate", "x", "--save", "link"], 2, "a link or a device"),
+        (["generate", "x", "--save", "sealed.kvsnap"], 2, "--overwrite"),
+        (["generate", "x", "--save", "session.kvsnap", "--overwrite"], 2, "a session is not replaced"),
+        (["generate", "x", "--save", "a", "--session", "./a"], 2, "names of their own"),
+        (["generate", "--prompt-ids", "1 x"], 2, "numbers"),
+        (["generate", "--prompt-ids", ""], 2, "numbers"),
+        (["generate", "x", "--prompt-ids", "1"], 2, "not both"),
+        (["generate", "--prompt-ids", "1", "--chat"], 2, "as they are"),
+        (["resume", "sealed.kvsnap", "--save", "sealed.kvsnap"], 2, "--overwrite"),
+        (["resume", "sealed.kvsnap", "--save", ""], 2, "--save needs a file name"),
+        (["truncate", "sealed.kvsnap", "2", "-o", "sealed.kvsnap"], 2, "--overwrite"),
+        (["truncate", "session.kvsnap", "-1"], 2, "expected 0 or more, found -1"),
+        (["truncate", "session.kvsnap", "--", "-1"], 2, "expected 0 or more, found -1"),
+        (["convert", "session.kvsnap", "sealed.kvsnap"], 2, "--overwrite"),
+        (["convert", "sealed.kvsnap", "session.kvsnap", "--overwrite"], 2, "a session is not replaced"),
+        (["demo", "--tokens", "0"], 2, "--tokens is too small"),
+        (["demo", "--output", ""], 2, "needs the name of a directory"),
         (["sweep", "sealed.kvsnap"], 2, "--sampler"),
         (["sweep", "sealed.kvsnap", "--sampler", "heat=1"], 2, "found heat=1"),
         (["sweep", "sealed.kvsnap", "--sampler", "seed=x"], 2, "seed is no number"),
@@ -330,13 +397,15 @@ def test_bad_arguments_are_refused_before_the_work(
 ) -> None:
     monkeypatch.chdir(sealed.parent)
     kvsnap.save(kvsnap.Snapshot(), "empty.kvsnap")
+    Path("link").symlink_to("empty.kvsnap")
     before = {p.name: digest(p) for p in sealed.parent.iterdir()}
     done = kv(*args)
     assert (done.code, done.out) == (code, "")
     assert says in done.err
     assert done.err.count("\n") == 1
     if "cat" not in args:  # which gives no text then, and the ids
-        assert kv(*args, "--json").data["error"]["exit_code"] == code
+        args = [*args[: args.index("--")], "--json", *args[args.index("--") :]] if "--" in args else [*args, "--json"]
+        assert kv(*args).data["error"]["exit_code"] == code
     assert {p.name: digest(p) for p in sealed.parent.iterdir()} == before
 
 
@@ -379,7 +448,8 @@ def test_head_shows_and_exports_the_same_values_as_the_library(kv: Call, sealed:
     assert data["shape"] == [6, 4]
     assert data["positions"] == [0, 5]
     assert data["k"]["max"] == pytest.approx(float(head.k.max()))
-    assert data["v"]["mean norm"] == pytest.approx(float(np.linalg.norm(head.v, axis=1).mean()))
+    assert all(" " not in name for name in data["k"])
+    assert data["v"]["mean_norm"] == pytest.approx(float(np.linalg.norm(head.v, axis=1).mean()))
     assert data["k"] != kv("head", sealed, 0, 1, "--json").data["k"]
     assert "6 rows of 4" in kv("head", sealed, 1, 1).out
     kv("head", sealed, 1, 1, "-o", tmp_path / "x.npy")
@@ -432,6 +502,36 @@ def test_log_lists_turns_and_marks_the_one_cut_off(kv: Call, session: Path) -> N
     assert kv("log", session).out.count("cut off") == 1
 
 
+def test_log_tells_why_a_turn_stopped(kv: Call, tmp_path: Path) -> None:
+    path = tmp_path / "s.kvsnap"
+    with Session.open(path) as opened:
+        opened.append(snapshot(TOKENS[:4], metadata={"stop": "end"}))
+        opened.append(snapshot(TOKENS, n_prompt=4, metadata={"stop": "context"}), complete=False)
+        opened.truncate(4)
+    turns = kv("log", path, "--json").data["turns"]
+    assert [t["stop"] for t in turns] == [None, "end", "context", None]
+    shown = kv("log", path).out
+    assert shown.count("the context is full") == 1
+    assert shown.count("the model ended it") == 1
+
+
+def test_a_damaged_note_hides_no_turn(kv: Call, tmp_path: Path) -> None:
+    path = tmp_path / "s.kvsnap"
+    with Session.open(path) as opened:
+        opened.append(snapshot(TOKENS[:4], metadata={"stop": "length"}), complete=False)
+        opened.append(snapshot(TOKENS, n_prompt=4, metadata={"stop": "end"}))
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(b'"stop":"length"', b'"stop":"lenght"'))
+    assert path.read_bytes() != raw
+    assert [t["stop"] for t in kv("log", path, "--json").data["turns"]] == [None, None, "end"]
+
+
+@pytest.mark.parametrize("command", ["truncate", "reset"])
+def test_help_says_that_there_is_no_way_forward_again_yet(kv: Call, command: str) -> None:
+    told = " ".join(kv(command, "--help").out.split())
+    assert "cannot go forward again to them yet" in told
+
+
 def test_truncate_and_reset_are_turns_of_their_own(kv: Call, session: Path) -> None:
     data = kv("truncate", session, 4, "--json").data
     assert (data["tokens_before"], data["tokens"]) == (6, 4)
@@ -448,6 +548,8 @@ def test_truncate_writes_the_start_of_a_sealed_file_as_a_new_one(kv: Call, seale
     assert kv("truncate", sealed, 3, "-o", new).code == 0
     assert kvsnap.load(new).tokens == TOKENS[:3]
     assert digest(sealed) == before
+    assert kv("truncate", sealed, 2, "-o", new, "--overwrite").code == 0
+    assert kvsnap.load(new).tokens == TOKENS[:2]
 
 
 def test_a_session_in_use_is_busy(kv: Call, session: Path) -> None:
@@ -455,6 +557,26 @@ def test_a_session_in_use_is_busy(kv: Call, session: Path) -> None:
         done = kv("truncate", session, 4)
     assert done.code == 9
     assert kvsnap.load(session).tokens == TOKENS
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_the_given_one_or_that_of_the_file_where_it_is_still_there(tmp_path: Path) -> None:
+    here = str(tmp_path)
+    for given, recorded, name, why in (
+        ("x", here, "x", "given"),
+        (None, here, here, "recorded"),
+        (None, "smollm2", "smollm2", "recorded"),
+        (None, f"{here}/gone", "smollm2", "default"),
+        (None, "owner/name", "smollm2", "default"),  # a file of someone else's makes nothing ask the hub
+        (None, "", "smollm2", "default"),
+    ):
+        chosen = choose_model(given, {"model": recorded} if recorded else {})
+        assert (chosen.name, chosen.why) == (name, why)
+    assert choose_model(str(tmp_path / ".." / tmp_path.name), {}).recorded == here
+    assert choose_model("owner/name", {}).recorded == "owner/name"
+    assert "the default" in str(choose_model(None, {}))
 
 
 # -- sampler settings ------------------------------------------------------------------------------------------------

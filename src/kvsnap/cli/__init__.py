@@ -16,14 +16,16 @@ from typing import Any
 import click
 
 import kvsnap
-from kvsnap.cli import _convert, _files, _run
+from kvsnap.cli import _convert, _files, _run, _sessions
+from kvsnap.cli._model import RefusedModelError
 from kvsnap.cli._output import CheckFailed, examples
+from kvsnap.cli._turn import INTERRUPTED, interruption
 from kvsnap.cli.demo import demo
 from kvsnap.errors import CompatibilityError, KvsnapError
 
 __all__ = ["main", "root", "run"]
 
-_INTERRUPTED, _BROKEN_PIPE, _USAGE = 130, 141, 2
+_BROKEN_PIPE, _USAGE = 141, 2
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -44,7 +46,7 @@ def root() -> None:
     """
 
 
-for _command in (*_run.COMMANDS, *_files.COMMANDS, *_convert.COMMANDS, demo):
+for _command in (*_run.COMMANDS, *_files.COMMANDS, *_sessions.COMMANDS, *_convert.COMMANDS, demo):
     root.add_command(_command)
 
 
@@ -54,19 +56,27 @@ def _error_data(error: KvsnapError) -> dict[str, Any]:
     report = getattr(error, "report", None)
     if report is not None:
         data["report"] = report.to_dict()
+    if isinstance(error, RefusedModelError):
+        data.update(model=error.chosen.name, model_was=error.chosen.why)
     return data
 
 
+def _other_data(kind: str, message: str, code: int) -> dict[str, Any]:
+    """Return the same fields as for an error of the library."""
+    return {**KvsnapError(message).to_dict(), "kind": kind, "exit_code": code}
+
+
 def _error_text(error: KvsnapError) -> str:
+    chosen = f" (compared with {error.chosen})" if isinstance(error, RefusedModelError) else ""
     report = error.report if isinstance(error, CompatibilityError) else None
     if report is None or not report.refusals:
-        return str(error)
+        return f"{error}{chosen}"
     bad = report.refusals
     where = "" if error.path is None else f"{error.path}: "
     more = f"; and {len(bad) - 2} more" if len(bad) > 2 else ""
-    first = bad[0].name.split(":", 1)[0]
     text = "; ".join(str(f) for f in bad[:2])
-    return f"{where}the snapshot is not for this model: {text}{more}. To take it on nevertheless: --accept {first}"
+    accept = " ".join(f"--accept {name}" for name in report.to_accept)
+    return f"{where}the snapshot is not for this model{chosen}: {text}{more}. To take it on nevertheless: {accept}"
 
 
 def _fail(code: int, data: dict[str, Any], text: str, *, as_json: bool) -> int:
@@ -82,7 +92,7 @@ def _bug(error: BaseException, *, as_json: bool) -> int:
         traceback.print_exception(error)
     what = f"{type(error).__name__}: {error}".strip()
     text = f"a bug, please report it: {what} (set KVSNAP_DEBUG=1 for the traceback)"
-    return _fail(1, {"kind": "bug", "message": what, "exit_code": 1}, text, as_json=as_json)
+    return _fail(1, _other_data("bug", what, 1), text, as_json=as_json)
 
 
 def run(args: Sequence[str] | None = None) -> int:
@@ -106,10 +116,10 @@ def run(args: Sequence[str] | None = None) -> int:
             return _USAGE
         command = getattr(getattr(error, "ctx", None), "command_path", "kvsnap")
         message = error.format_message()
-        data = {"kind": "usage", "message": message, "exit_code": _USAGE}
+        data = _other_data("usage", message, _USAGE)
         return _fail(_USAGE, data, f"{message} (see {command} --help)", as_json=as_json)
     except (KeyboardInterrupt, click.Abort):
-        return _fail(_INTERRUPTED, {"kind": "interrupted", "message": "interrupted"}, "interrupted", as_json=as_json)
+        return _fail(INTERRUPTED, interruption(), "interrupted", as_json=as_json)
     except BrokenPipeError:
         # Whoever read has seen enough; the interpreter must not complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -23,6 +23,7 @@ __all__ = ["COMMANDS"]
 @click.option("--byte-order", type=click.Choice(["little", "big"]), help="Byte order, where it can be chosen (mlxkv).")
 @click.option("--vocab", type=int, help="Size of the vocabulary, where TARGET stores it and SOURCE does not (colikv).")
 @click.option("--allow-loss", is_flag=True, help="Go on although TARGET cannot hold everything.")
+@click.option("--overwrite", is_flag=True, help="Replace TARGET when it is there already.")
 @json_option
 @examples(
     "kvsnap convert story.kvsnap story.safetensors --format safetensors",
@@ -38,6 +39,7 @@ def convert(
     byte_order: str | None,
     vocab: int | None,
     allow_loss: bool,
+    overwrite: bool,
     as_json: bool,
 ) -> None:
     """Write what SOURCE holds to TARGET in another format or codec.
@@ -45,7 +47,7 @@ def convert(
     The format of SOURCE is judged by its content, never by its name. What TARGET cannot hold (fields, dtypes,
     precision) is listed; unless --allow-loss is given, nothing is written then and the exit code is 13.
     """
-    check_target(target)
+    check_target(target, overwrite=overwrite, option="TARGET")
     with progress(f"converting {source}") as report:
         done = kvsnap.convert(
             source, target, format=format_, codec=codec, version=version, byte_order=byte_order, vocab=vocab,

@@ -1,4 +1,4 @@
-"""Commands on files, none of which needs a model: info, cat, head, log, verify, truncate, reset."""
+"""Commands that read a file, none of which needs a model: info, cat, head, verify."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvsnap.cli._output import (
     table,
 )
 from kvsnap.cli._paths import check_target
+from kvsnap.cli._turn import STOPS
 from kvsnap.errors import DamagedError, InputError, KvsnapError
 from kvsnap.files import write_whole
 from kvsnap.inspection import Summary
 from kvsnap.layout import Head, Snapshot
-from kvsnap.session import Session
 
 __all__ = ["COMMANDS"]
 
@@ -79,7 +79,7 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
         ("use", f"{s.use} ({', '.join(whole)}), {s.format} {s.version}, {count(s.commit, 'commit')}"),
         *([("dialect", escape(s.dialect))] if s.dialect else []),
         ("created", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.created_ns / 1e9))),
-        ("model", escape(s.architecture) or "unknown"),
+        ("architecture", escape(s.architecture) or "unknown"),
         ("cache", f"{s.num_layers} layers, {s.dtype or 'no tensors'}"),
         ("heads", f"{s.num_heads} for keys and values, {s.num_query_heads} for queries, {s.head_dim} wide"),
         ("tokens", f"{s.n_tokens:,} ({s.n_prompt:,} prompt, {s.n_generated:,} generated)"),
@@ -93,7 +93,8 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
         ("weights", f"{len(s.identity.weights)} digests" if s.identity.weights else "unknown"),
         ("made with", ", ".join([s.identity.engine or "unknown", *_runtime(s)])),
     ]  # fmt: skip
-    made += [(escape(k), escape(v)) for k, v in s.metadata.items()]
+    words = {"stop": STOPS.get(s.metadata.get("stop", ""), "")}
+    made += [(escape(k), words.get(k) or escape(v)) for k, v in s.metadata.items()]
     if s.dropped:
         made.append(("dropped", f"{size(s.dropped)} behind the last published turn are not part of the history"))
     return made
@@ -197,7 +198,7 @@ def head(file: str, layer: int, head_: int, output: str | None, as_json: bool) -
     if output is not None:
         if not output.endswith((".npy", ".npz")):
             raise InputError("the ending of the output says its format", expected=".npy or .npz", found=output)
-        check_target(output, snapshot=False)
+        check_target(output, option="-o")
     snapshot = kvsnap.load(file)
     found = snapshot.head(layer, head_)
     if found is None:
@@ -210,7 +211,8 @@ def head(file: str, layer: int, head_: int, output: str | None, as_json: bool) -
         emit({"layer": layer, "head": head_, "shape": list(found.k.shape), "positions": positions, **stats,
               "bound": snapshot.bound, "written": written})  # fmt: skip
         return
-    made = table("", *stats["k"], title=f"layer {layer}, head {head_}: {found.k.shape[0]:,} rows of {found.k.shape[1]}")
+    names = [name.replace("_", " ") for name in stats["k"]]
+    made = table("", *names, title=f"layer {layer}, head {head_}: {found.k.shape[0]:,} rows of {found.k.shape[1]}")
     for name, row in stats.items():
         made.add_row(name, *(f"{v:,}" if isinstance(v, int) else f"{v:.5g}" for v in row.values()))
     show_table(made)
@@ -220,13 +222,13 @@ def head(file: str, layer: int, head_: int, output: str | None, as_json: bool) -
 
 def _stats(values: np.ndarray[Any, np.dtype[np.float32]]) -> dict[str, float | int]:
     if not values.size:
-        return {"min": 0.0, "max": 0.0, "mean": 0.0, "std": 0.0, "mean norm": 0.0, "max norm": 0.0, "not finite": 0}
+        return {"min": 0.0, "max": 0.0, "mean": 0.0, "std": 0.0, "mean_norm": 0.0, "max_norm": 0.0, "not_finite": 0}
     wide = values.astype(np.float64)
     norms = np.sqrt((wide * wide).sum(axis=-1))
     found = (wide.min(), wide.max(), wide.mean(), wide.std(), norms.mean(), norms.max())
-    names = ("min", "max", "mean", "std", "mean norm", "max norm")
+    names = ("min", "max", "mean", "std", "mean_norm", "max_norm")
     stats: dict[str, float | int] = {n: float(v) for n, v in zip(names, found, strict=True)}
-    return {**stats, "not finite": int((~np.isfinite(values)).sum())}
+    return {**stats, "not_finite": int((~np.isfinite(values)).sum())}
 
 
 def _export(found: Head, output: str) -> list[str]:
@@ -240,37 +242,6 @@ def _export(found: Head, output: str) -> list[str]:
         return [save(output, np.savez, k=found.k, v=found.v, positions=found.positions)]
     stem = output.removesuffix(".npy")
     return [save(f"{stem}.k.npy", np.save, found.k), save(f"{stem}.v.npy", np.save, found.v)]
-
-
-# -- log -----------------------------------------------------------------------------------------------------
-
-
-@click.command()
-@click.argument("file")
-@json_option
-@examples(
-    "kvsnap log chat.kvsnap",
-)
-def log(file: str, as_json: bool) -> None:
-    """List the turns of a session, oldest first: what each did and whether it was complete or cut off."""
-    with Session.open(file, create=False, readonly=True) as session:
-        turns, notes, dropped = session.history, list(session.notes), session.dropped
-    if as_json:
-        emit({"path": file, "turns": [t.to_dict() for t in turns], "notes": notes, "dropped": dropped})
-        return
-    made = table("commit", "when", "what", "turn", "tokens", "change", "ends at", right=("tokens", "change", "ends at"))
-    before = 0
-    for turn in turns:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(turn.time_ns / 1e9))
-        state = "complete" if turn.complete else "[bold]cut off[/bold]"
-        made.add_row(str(turn.commit), when, turn.operation, state, f"{turn.n_tokens:,}",
-                     f"{turn.n_tokens - before:+,}", size(turn.offset))  # fmt: skip
-        before = turn.n_tokens
-    show_table(made)
-    for note in notes:
-        remark(f"note: {note}")
-    if dropped:
-        remark(f"note: {size(dropped)} behind the last published turn are not part of the history")
 
 
 # -- verify --------------------------------------------------------------------------------------------------
@@ -316,64 +287,4 @@ def verify(files: tuple[str, ...], as_json: bool) -> None:
         raise CheckFailed(code)
 
 
-# -- truncate, reset -----------------------------------------------------------------------------------------
-
-
-@click.command()
-@click.argument("file")
-@click.argument("n_tokens", metavar="N", type=int)
-@click.option("-o", "--output", metavar="NEW", help="Write a sealed snapshot of the first N tokens instead.")
-@json_option
-@examples(
-    "kvsnap truncate chat.kvsnap 1200",
-    "kvsnap truncate sealed.kvsnap 1200 -o shorter.kvsnap",
-)
-def truncate(file: str, n_tokens: int, output: str | None, as_json: bool) -> None:
-    """Go back to the first N tokens of a session.
-
-    The cut is one more commit: nothing is deleted from the file, and `kvsnap log` still lists what was before. At the
-    end of an earlier turn its logits and random state come back too. A sealed snapshot is never changed: with -o its
-    first N tokens are written as a new one.
-    """
-    if output is not None:
-        check_target(output)
-        snapshot = kvsnap.load(file)
-        before = len(snapshot.tokens)
-        report = kvsnap.save(snapshot.truncate(n_tokens), output)
-        _say_cut(output, before, n_tokens, report.nbytes, as_json=as_json)
-        return
-    _refuse_sealed(file, f"write its first tokens with: kvsnap truncate {file} {n_tokens} -o NEW")
-    with Session.open(file, create=False) as session:
-        before, length = session.n_tokens, session.nbytes
-        left = session.truncate(n_tokens)
-        _say_cut(file, before, left, session.nbytes - length, as_json=as_json)
-
-
-@click.command()
-@click.argument("file")
-@json_option
-@examples(
-    "kvsnap reset chat.kvsnap",
-)
-def reset(file: str, as_json: bool) -> None:
-    """Go back to the empty history of a session. The turns before stay in the file, and in `kvsnap log`."""
-    _refuse_sealed(file, "delete the file instead")
-    with Session.open(file, create=False) as session:
-        before, length = session.n_tokens, session.nbytes
-        session.reset()
-        _say_cut(file, before, 0, session.nbytes - length, as_json=as_json)
-
-
-def _refuse_sealed(file: str, hint: str) -> None:
-    if kvsnap.inspect(file).sealed:
-        raise InputError(f"a sealed snapshot is never changed; {hint}", path=file)
-
-
-def _say_cut(path: str, before: int, after: int, written: int, *, as_json: bool) -> None:
-    if as_json:
-        emit({"path": path, "tokens_before": before, "tokens": after, "written": written})
-    else:
-        print(f"{path}: {before:,} -> {count(after, 'token')}, {size(written)} written")
-
-
-COMMANDS = (info, cat, head, log, verify, truncate, reset)
+COMMANDS = (info, cat, head, verify)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import click
@@ -13,16 +14,20 @@ import click
 from kvsnap import sampling
 from kvsnap.api import connect
 from kvsnap.cli._output import progress, remark, waiting
-from kvsnap.errors import InputError
+from kvsnap.errors import CompatibilityError, InputError
 from kvsnap.identity import Identity
 from kvsnap.layout import Sampler, SamplerState
 from kvsnap.protocols import Engine
 
-__all__ = ["model_options", "open_engine", "parse_sampler", "sampler_options", "sampler_state"]
+__all__ = [
+    "EMBEDDED", "ChosenModel", "RefusedModelError", "choose_model", "idle_settings", "model_options", "open_engine",
+    "parse_sampler", "refusing", "sampler_options", "sampler_state",
+]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _DTYPES = ("float32", "bfloat16", "float16")
 _ATTENTION = ("sdpa", "eager")
+EMBEDDED = "smollm2"
 
 
 def model_options(function: Function) -> Function:
@@ -36,10 +41,9 @@ def model_options(function: Function) -> Function:
         ),
         click.option(
             "--model",
-            default="smollm2",
-            show_default=True,
             metavar="NAME",
-            help="A model directory, a GGUF file, smollm2 (embedded), or a name on the hub.",
+            help="A model directory, a GGUF file, smollm2 (embedded), or a name on the hub.  "
+            "[default: the one that FILE was made with, else smollm2]",
         ),
     ):
         function = option(function)
@@ -104,12 +108,74 @@ def sampler_state(saved: SamplerState | None, changes: dict[str, Any]) -> Sample
     return SamplerState(settings, saved.random)
 
 
+def idle_settings(given: Mapping[str, Any], effective: Sampler) -> list[str]:
+    """Return a warning where settings were given that do nothing, because the most probable token is always taken."""
+    idle = [f"--{n.replace('_', '-')}" for n in ("top_k", "top_p", "min_p", "seed") if n in given]
+    if not idle or not effective.greedy or "temperature" in given:
+        return []
+    does = "does" if len(idle) == 1 else "do"
+    return [f"{', '.join(idle)} {does} nothing without --temperature: the most probable token is always taken"]
+
+
+# -- which model ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenModel:
+    """The model that a command takes, and why: `given`, `recorded` in the file, or the `default`."""
+
+    name: str
+    why: str
+
+    @property
+    def recorded(self) -> str:
+        """The name for a file's metadata: a path is made absolute, so that it holds in any directory."""
+        local = self.name != EMBEDDED and os.path.exists(os.path.expanduser(self.name))
+        return os.path.abspath(os.path.expanduser(self.name)) if local else self.name
+
+    def __str__(self) -> str:
+        told = {"given": self.name, "recorded": f"{self.name}, which the file names"}
+        return told.get(self.why, f"{self.name}, the default; name another one with --model")
+
+
+def choose_model(given: str | None, metadata: Mapping[str, str]) -> ChosenModel:
+    """Return the model that was asked for, else the one that the file names where it is still there, else smollm2.
+
+    A name on the hub that a file gives is not followed: files come from others, and opening one asks no network.
+    """
+    if given is not None:
+        return ChosenModel(given, "given")
+    name = metadata.get("model", "")
+    if name == EMBEDDED or (os.path.isabs(name) and os.path.exists(name)):
+        return ChosenModel(name, "recorded")
+    return ChosenModel(EMBEDDED, "default")
+
+
+class RefusedModelError(CompatibilityError):
+    """The model that a command chose is not the one of the file."""
+
+    def __init__(self, error: CompatibilityError, chosen: ChosenModel) -> None:
+        super().__init__(error.message, report=error.report, path=error.path, offset=error.offset,
+                         expected=error.expected, found=error.found)  # fmt: skip
+        self.chosen = chosen
+
+
+@contextmanager
+def refusing(chosen: ChosenModel) -> Iterator[ChosenModel]:
+    """Yield the chosen model, and name it in a refusal."""
+    try:
+        yield chosen
+    except CompatibilityError as error:
+        raise RefusedModelError(error, chosen) from error
+
+
 def open_engine(model: str, dtype: str | None, attention: str | None, identity: Identity | None = None) -> Engine:
     """Load a model and connect it. What is not asked for is taken from the identity of a file, where it says so."""
     # Before transformers is imported: it reads these once.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from kvsnap.engines.gguf import conversions
     from kvsnap.engines.models import load_model
 
     if identity is not None:
@@ -119,10 +185,13 @@ def open_engine(model: str, dtype: str | None, attention: str | None, identity: 
     with waiting(f"loading {model}") as stop, progress(f"loading {model}") as report:
 
         def told(done: int, total: int, text: str) -> None:
-            stop()  # a conversion: the bar takes over
+            if not done:
+                stop()  # a conversion: the bar takes over
+                what = "the embedded SmolLM2 once, about half a minute" if model == EMBEDDED else f"{model} once"
+                remark(f"converting {what}; kept in {conversions()}")
             report(done, total, text)
 
         loaded = load_model(model, dtype=dtype, attention=attention, progress=told)
     if loaded.tokenizer is None:
-        remark(f"kvsnap: {model} has no tokenizer: only token ids can be shown")
+        remark(f"kvsnap: {model} has no tokenizer: it takes token ids (--prompt-ids) and shows them")
     return connect(loaded.model, loaded.tokenizer)

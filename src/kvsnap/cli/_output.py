@@ -6,7 +6,9 @@ import inspect
 import io
 import json
 import math
+import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +34,8 @@ __all__ = [
 ]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_LONG_WORD = 24
+"""A word beyond this many characters (a path, a digest, settings in JSON) may be broken in a table."""
 _PATIENCE = 1.0
 """Seconds of work before a progress bar appears."""
 
@@ -78,7 +82,10 @@ def emit(data: Any) -> None:
 
 
 def remark(text: str) -> None:
-    """Print one line on stderr."""
+    """Print one line on stderr; on a terminal it is wrapped between words."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(text, max(20, width), break_long_words=False, break_on_hyphens=False)
     print(text, file=sys.stderr, flush=True)
 
 
@@ -114,17 +121,56 @@ def table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()) 
 
 
 def show_table(made: Any) -> None:
-    """Print a rich table on stdout."""
+    """Print a rich table on stdout: wrapped between words, or row by row where a terminal is too narrow for that."""
     from rich.console import Console
 
     if sys.stdout.isatty():
-        Console(highlight=False).print(made)
+        width, height = shutil.get_terminal_size()
+        console = Console(highlight=False, width=width, height=height)  # rich asks no dumb terminal for its width
+        if _fit(made, console):
+            console.print(made)
+        else:
+            _show_rows(made, console)
         return
     # Piped, a table keeps its lines whole instead of folding them at 80 columns.
     console = Console(highlight=False, width=160, file=io.StringIO())
+    _fit(made, console)
     with console.capture() as captured:
         console.print(made)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n"))
+
+
+def _fit(made: Any, console: Any) -> bool:
+    """Set the widths of the columns so that no word is broken, the widest ones narrowed first; False if that fails."""
+    from rich.text import Text
+
+    widths, least = [], []
+    for column in made.columns:
+        texts = [Text.from_markup(str(cell)) for cell in (column.header, *column.cells)]
+        lines = [line for text in texts for line in text.plain.splitlines()]
+        widths.append(max((Text(line).cell_len for line in lines), default=0))
+        words = (Text(word).cell_len for line in lines for word in line.split())
+        least.append(min(max(words, default=0), _LONG_WORD))
+    room = console.width - (3 * len(widths) - 1)  # a blank on each side of a cell, one between two, and the edges
+    while sum(widths) > room:
+        spare = [w - n for w, n in zip(widths, least, strict=True)]
+        wide = [i for i, s in enumerate(spare) if s > 0]
+        if not wide:
+            return False
+        widths[max(wide, key=lambda i: widths[i])] -= 1
+    for column, width in zip(made.columns, widths, strict=True):
+        column.width = max(1, width)
+    return True
+
+
+def _show_rows(made: Any, console: Any) -> None:
+    from rich.padding import Padding
+
+    columns = list(made.columns)
+    for row in zip(*(column.cells for column in columns), strict=True):
+        for number, (column, cell) in enumerate(zip(columns, row, strict=True)):
+            name = f"{column.header}: " if column.header and number else ""
+            console.print(Padding(f"{name}{cell}", (0, 0, 0, 2 if number else 0), expand=False))
 
 
 @contextmanager

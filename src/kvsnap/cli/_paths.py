@@ -3,39 +3,63 @@
 from __future__ import annotations
 
 import os
+import stat
 
 from kvsnap import inspect
 from kvsnap.errors import InputError, KvsnapError, MissingError, StorageError
 
-__all__ = ["check_session", "check_target"]
+__all__ = ["check_apart", "check_session", "check_target"]
 
 
-def check_target(path: str, *, snapshot: bool = True) -> None:
-    """Raise `MissingError` for a missing directory, `InputError` for a directory or a session, `StorageError`.
+def check_target(path: str, *, overwrite: bool = True, option: str = "--save") -> None:
+    """Raise unless a new file can be put at `path`.
 
-    A session is not replaced by a sealed snapshot: that would drop its history.
+    `MissingError` for a missing directory; `InputError` for an empty name, a directory, a link or a device, a session
+    (a sealed snapshot would drop its history), and anything that exists when `overwrite` is False; `StorageError`.
     """
-    directory = os.path.dirname(path) or "."
-    if not os.path.isdir(directory):
-        raise MissingError("no such directory to write to", path=directory)
-    if os.path.isdir(path):
-        raise InputError("a file name is needed, this is a directory", path=path)
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise StorageError("no permission to write in this directory", path=directory)
-    if not snapshot or not os.path.exists(path):
+    _check_place(path, option)
+    if not os.path.lexists(path):
         return
     try:
         sealed = inspect(path).sealed
     except KvsnapError:
-        return  # something else has this name, and is replaced as it is anywhere
+        sealed = True  # something else has this name
     if not sealed:
         raise InputError(
             "a session is not replaced by a snapshot: its history would be lost; use another name", path=path
         )
+    if not overwrite:
+        raise InputError("there is a file of this name: use another name, or --overwrite to replace it", path=path)
+
+
+def _check_place(path: str, option: str) -> None:
+    if not path:
+        raise InputError(f"{option} needs a file name", found="an empty one")
+    directory = os.path.dirname(path) or "."
+    if not os.path.isdir(directory):
+        raise MissingError("no such directory to write to", path=directory)
+    try:
+        found = os.lstat(path).st_mode
+    except FileNotFoundError:
+        found = None
+    except OSError as error:  # a name that is too long, for one
+        raise StorageError(f"cannot be written: {error.strerror}", errno=error.errno, path=path) from error
+    if os.path.isdir(path):
+        raise InputError("a file name is needed, this is a directory", path=path)
+    if found is not None and not stat.S_ISREG(found):
+        raise InputError("a regular file is needed, this is a link or a device", path=path)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise StorageError("no permission to write in this directory", path=directory)
 
 
 def check_session(path: str) -> None:
     """Raise as `check_target` does, and `InputError` for a sealed snapshot, which takes no turn."""
-    check_target(path, snapshot=False)
+    _check_place(path, "--session")
     if os.path.exists(path) and inspect(path).sealed:
         raise InputError("a sealed snapshot takes no further turn; a session is needed here", path=path)
+
+
+def check_apart(save: str | None, session: str | None) -> None:
+    """Raise `InputError` when the snapshot and the session would be one file."""
+    if save and session and os.path.abspath(save) == os.path.abspath(session):
+        raise InputError("--save and the session need names of their own", path=save)

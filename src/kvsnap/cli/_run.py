@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import click
 
 import kvsnap
-from kvsnap.cli._model import model_options, open_engine, parse_sampler, sampler_options, sampler_state
+from kvsnap.cli._model import (
+    ChosenModel,
+    choose_model,
+    idle_settings,
+    model_options,
+    open_engine,
+    parse_sampler,
+    refusing,
+    sampler_options,
+    sampler_state,
+)
 from kvsnap.cli._output import CheckFailed, count, emit, examples, json_option, progress, remark, show_table, table
-from kvsnap.cli._paths import check_session, check_target
+from kvsnap.cli._paths import check_apart, check_session, check_target
 from kvsnap.cli._turn import Turn, prompt_ids, restored
 from kvsnap.errors import CompatibilityError, ContextError, FormatError, InputError, MissingError, StorageError
-from kvsnap.layout import Sampler
+from kvsnap.identity import Compatibility
+from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine
 from kvsnap.session import Session
 
@@ -34,11 +47,30 @@ _codec = click.option(
 )
 _max_tokens = click.option("--max-tokens", type=int, default=64, show_default=True, help="Stop after this many tokens.")
 _chat = click.option("--chat", is_flag=True, help="Give the prompt as a user message, by the model's chat template.")
+_ids = click.option(
+    "--prompt-ids", metavar="IDS", help='Token ids as "1 2 3" in place of a text, for a model without a tokenizer.'
+)
+_overwrite = click.option("--overwrite", is_flag=True, help="Let --save replace a snapshot that is there already.")
+
+
+def _prompt_of(
+    prompt: str | None, prompt_file: str | None, ids: str | None, *, chat: bool, needed: bool
+) -> str | tuple[int, ...]:
+    """Return the text or the ids of the prompt; an empty text where there is none and none is needed."""
+    given = sum(p is not None for p in (prompt, prompt_file, ids))
+    if given > 1:
+        raise click.UsageError("give one prompt: a text, --prompt-file or --prompt-ids, not both")
+    if ids is None:
+        return _text_of(prompt, prompt_file, needed=needed or given > 0)
+    if chat:
+        raise click.UsageError("--chat makes a message of a text; --prompt-ids are taken as they are")
+    words = re.split(r"[,\s]+", ids.strip(" ,[]\n"))
+    if not all(re.fullmatch(r"[0-9]+", word) for word in words):
+        raise InputError("--prompt-ids are token ids", expected='numbers, as "1 2 3"', found=repr(ids[:60]))
+    return tuple(int(word) for word in words)
 
 
 def _text_of(prompt: str | None, prompt_file: str | None, *, needed: bool) -> str:
-    if prompt is not None and prompt_file is not None:
-        raise click.UsageError("give a prompt or --prompt-file, not both")
     text = prompt or ""
     if prompt_file is not None:
         try:
@@ -60,11 +92,30 @@ def _check_count(max_tokens: int) -> None:
         raise InputError("--max-tokens is too small", expected="1 or more", found=max_tokens)
 
 
+def _ids_of(engine: Engine, prompt: str | tuple[int, ...], *, chat: bool) -> tuple[int, ...]:
+    if isinstance(prompt, tuple):
+        return prompt
+    return prompt_ids(engine, prompt, chat=chat) if prompt else ()
+
+
+def _warned(given: Mapping[str, Any], saved: Sampler) -> list[str]:
+    warnings = idle_settings(given, replace(saved, **given))
+    for warning in warnings:
+        remark(f"warning: {warning}")
+    return warnings
+
+
+def _settings_of(snapshot: Snapshot | None) -> Sampler:
+    return Sampler() if snapshot is None or snapshot.sampler is None else snapshot.sampler.settings
+
+
 @click.command()
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", metavar="PATH", help="Read the prompt from a file (- for stdin).")
+@_ids
 @_chat
 @click.option("--save", metavar="FILE", help="Write a sealed snapshot of the state at the end.")
+@_overwrite
 @click.option("--session", "session_file", metavar="FILE", help="Append the turn to a session; made when not there.")
 @_codec
 @_max_tokens
@@ -78,33 +129,39 @@ def _check_count(max_tokens: int) -> None:
     'kvsnap generate "And their lengths?" --chat --session chat.kvsnap',
 )
 def generate(
-    prompt: str | None, prompt_file: str | None, chat: bool, save: str | None, session_file: str | None,
-    codec: str | None, max_tokens: int, model: str, dtype: str | None, attention: str | None,
-    sampler: dict[str, Any], as_json: bool,
+    prompt: str | None, prompt_file: str | None, prompt_ids: str | None, chat: bool, save: str | None, overwrite: bool,
+    session_file: str | None, codec: str | None, max_tokens: int, model: str | None, dtype: str | None,
+    attention: str | None, sampler: dict[str, Any], as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate PROMPT and generate text, which is printed as it comes; --save keeps the state.
 
-    The state is saved with the next token's logits, so that resuming needs no forward pass to go on. Interrupted
-    (Ctrl-C), what was generated so far is saved all the same; in a session the turn is marked as cut off.
+    The state is saved with the next token's logits, so that resuming needs no forward pass to go on. Stopped by Ctrl-C
+    or by a full context, what was generated so far is saved all the same. In a session a turn that the model did not
+    end itself is marked as cut off.
     """
-    text = _text_of(prompt, prompt_file, needed=True)
+    given = _prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=True)
     _check_count(max_tokens)
     if save is not None:
-        check_target(save)
+        check_target(save, overwrite=overwrite)
     if session_file is not None:
         check_session(session_file)
+    check_apart(save, session_file)
     with ExitStack() as opened:
-        session = None
+        session, snapshot = None, None
         if session_file is not None and os.path.lexists(session_file):
             session = opened.enter_context(Session.open(session_file, create=False))
-        identity = session.identity if session is not None and session.n_tokens else None
-        engine = open_engine(model, dtype, attention, identity)
-        back = None
-        if session is not None and session.n_tokens:
             snapshot = session.load()
+        metadata = {} if snapshot is None else snapshot.metadata
+        chosen = opened.enter_context(refusing(choose_model(model, metadata)))
+        warnings = _warned(sampler, _settings_of(snapshot))
+        identity = None if snapshot is None or not snapshot.tokens else snapshot.identity
+        engine = open_engine(chosen.name, dtype, attention, identity)
+        back = None
+        if snapshot is not None and snapshot.tokens:
             back = restored(snapshot, engine, (), sampler_state(snapshot.sampler, sampler))
-        turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back)
-        turn.run(prompt_ids(engine, text, chat=chat), None if back else Sampler(**sampler))
+        turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings,
+                    metadata={**metadata, "model": chosen.recorded})  # fmt: skip
+        turn.run(_ids_of(engine, given, chat=chat), None if back else Sampler(**sampler))
         turn.store(save=save, codec=codec, session=session, session_file=session_file)
     turn.finish()
 
@@ -113,8 +170,10 @@ def generate(
 @click.argument("file")
 @click.option("--prompt", metavar="TEXT", help="Evaluate this text first.")
 @click.option("--prompt-file", metavar="PATH", help="Read that text from a file (- for stdin).")
+@_ids
 @_chat
 @click.option("--save", metavar="FILE2", help="Write a sealed snapshot of the new state.")
+@_overwrite
 @click.option("--append", is_flag=True, help="Append the new turn to FILE, which is a session.")
 @_codec
 @_accept
@@ -128,9 +187,9 @@ def generate(
     'kvsnap resume chat.kvsnap --prompt "And then?" --append',
 )
 def resume(
-    file: str, prompt: str | None, prompt_file: str | None, chat: bool, save: str | None, append: bool,
-    codec: str | None, accept: tuple[str, ...], max_tokens: int, model: str, dtype: str | None, attention: str | None,
-    sampler: dict[str, Any], as_json: bool,
+    file: str, prompt: str | None, prompt_file: str | None, prompt_ids: str | None, chat: bool, save: str | None,
+    overwrite: bool, append: bool, codec: str | None, accept: tuple[str, ...], max_tokens: int, model: str | None,
+    dtype: str | None, attention: str | None, sampler: dict[str, Any], as_json: bool,
 ) -> None:  # fmt: skip
     """Go on from the last token of FILE, a snapshot or a session, without evaluating its history again.
 
@@ -138,12 +197,12 @@ def resume(
     numbers go on as saved; options replace single settings. On stderr: tokens reused and recomputed, forward passes and
     time to the first token, and whether the continuation is exact.
     """
-    text = _text_of(prompt, prompt_file, needed=prompt is not None or prompt_file is not None)
-    if chat and not text:
+    given = _prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=False)
+    if chat and not given:
         raise click.UsageError("--chat needs --prompt or --prompt-file")
     _check_count(max_tokens)
     if save is not None:
-        check_target(save)
+        check_target(save, overwrite=overwrite)
     with ExitStack() as opened:
         session = None
         if append:
@@ -153,12 +212,15 @@ def resume(
             snapshot = session.load()
         else:
             snapshot = kvsnap.load(file)
-        if not snapshot.tokens and not text:
+        if not snapshot.tokens and not given:
             raise InputError("nothing to go on from: the file holds no tokens; give a --prompt", path=file)
-        engine = open_engine(model, dtype, attention, snapshot.identity)
+        chosen = opened.enter_context(refusing(choose_model(model, snapshot.metadata)))
+        warnings = _warned(sampler, _settings_of(snapshot))
+        engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
         back = restored(snapshot, engine, accept, sampler_state(snapshot.sampler, sampler))
-        turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back)
-        turn.run(prompt_ids(engine, text, chat=chat) if text else (), None)
+        turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings,
+                    metadata={**snapshot.metadata, "model": chosen.recorded})  # fmt: skip
+        turn.run(_ids_of(engine, given, chat=chat), None)
         turn.store(save=save, codec=codec, session=session, session_file=None)
     turn.finish()
 
@@ -173,32 +235,45 @@ def resume(
     "kvsnap check chat.kvsnap --model ./finetuned --accept weights",
 )
 def check(
-    file: str, accept: tuple[str, ...], model: str, dtype: str | None, attention: str | None, as_json: bool
+    file: str, accept: tuple[str, ...], model: str | None, dtype: str | None, attention: str | None, as_json: bool
 ) -> None:
     """Compare FILE with a model, field by field, without restoring anything.
 
-    Exit code 0 when `kvsnap resume` would go ahead, 7 when it would refuse the model, 8 when the context is too small.
+    Exit code 0 when `kvsnap resume` would go ahead, 7 when it would refuse the model, 8 when the context is too small,
+    or full, so that no token could be generated.
     """
     snapshot = kvsnap.load(file)
-    engine = open_engine(model, dtype, attention, snapshot.identity)
+    chosen = choose_model(model, snapshot.metadata)
+    engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
     with progress("hashing the weights") as report:
         found = kvsnap.check(snapshot, engine, accept=accept, progress=report)
+    room = None if found.limit is None else max(0, found.limit - found.needed)
     if as_json:
-        emit({"path": file, "model": model, **found.to_dict()})
+        emit({"path": file, "model": chosen.name, "model_was": chosen.why, **found.to_dict(), "room": room,
+              "ok": found.ok and room != 0})  # fmt: skip
     else:
-        made = table("field", "verdict", "decides", "saved", "found")
-        for f in found.fields:
-            mark = "bold red" if f in found.refusals else "yellow" if f.verdict != "match" else "green"
-            made.add_row(f.name, f"[{mark}]{f.verdict}[/{mark}]", f.level, f.saved, f.found)
-        show_table(made)
-        limit = "unknown" if found.limit is None else f"{found.limit:,}"
-        print(f"context: {found.needed:,} of {limit} positions needed")
-        answer = "refused" if not found.ok else "exact" if found.exact else "possible, but not exact"
-        print(f"resume: {answer}")
+        _show_check(found, chosen, room)
     if found.refusals:
         raise CheckFailed(CompatibilityError.exit_code)
-    if not found.context_fits:
+    if room == 0:
         raise CheckFailed(ContextError.exit_code)
+
+
+def _show_check(found: Compatibility, chosen: ChosenModel, room: int | None) -> None:
+    from rich.markup import escape
+
+    made = table("field", "verdict", "decides", "saved", "found")
+    for f in found.fields:
+        mark = "bold red" if f in found.refusals else "yellow" if f.verdict != "match" else "green"
+        made.add_row(escape(f.name), f"[{mark}]{f.verdict}[/{mark}]", f.level, escape(f.saved), escape(f.found))
+    show_table(made)
+    print(f"model: {chosen}")
+    limit = "unknown" if found.limit is None else f"{found.limit:,}"
+    print(f"context: {found.needed:,} of {limit} positions needed")
+    answer = "refused" if not found.ok else "exact" if found.exact else "possible, but not exact"
+    if found.ok and room == 0:
+        answer = "refused: the context is full, nothing can be generated"
+    print(f"resume: {answer}")
 
 
 @click.command()
@@ -216,7 +291,7 @@ def check(
     'kvsnap sweep story.kvsnap --sampler greedy --sampler "temperature=0.7,seed=1" --sampler "temperature=1.2,seed=1"',
 )
 def sweep(
-    file: str, samplers: Sequence[str], max_tokens: int, accept: tuple[str, ...], as_csv: bool, model: str,
+    file: str, samplers: Sequence[str], max_tokens: int, accept: tuple[str, ...], as_csv: bool, model: str | None,
     dtype: str | None, attention: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Continue FILE under several sampler settings; its history is evaluated for none of them."""
@@ -225,8 +300,10 @@ def sweep(
     settings = [parse_sampler(text) for text in samplers]
     _check_count(max_tokens)
     snapshot = kvsnap.load(file)
-    engine: Engine = open_engine(model, dtype, attention, snapshot.identity)
-    found = kvsnap.sweep(snapshot, engine, settings, max_tokens=max_tokens, accept=accept)
+    chosen = choose_model(model, snapshot.metadata)
+    with refusing(chosen):
+        engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
+        found = kvsnap.sweep(snapshot, engine, settings, max_tokens=max_tokens, accept=accept)
     rows = [
         {
             "sampler": text,
@@ -234,6 +311,7 @@ def sweep(
             "text": c.text,
             "mean_logprob": sum(c.logprobs) / len(c.logprobs),
             "forwards": c.forwards,
+            "stop": c.stop,
         }
         for text, c in zip(samplers, found, strict=True)
     ]
@@ -241,20 +319,19 @@ def sweep(
         emit({"path": file, "history": len(snapshot.tokens), "continuations": rows})
     elif as_csv:
         writer = csv.writer(sys.stdout)
-        writer.writerow(("sampler", "n_tokens", "mean_logprob", "forwards", "text"))
+        writer.writerow(("sampler", "n_tokens", "mean_logprob", "forwards", "stop", "text"))
         writer.writerows(
-            (r["sampler"], len(c.tokens), f"{r['mean_logprob']:.4f}", c.forwards, c.text)
+            (r["sampler"], len(c.tokens), f"{r['mean_logprob']:.4f}", c.forwards, c.stop, c.text)
             for r, c in zip(rows, found, strict=True)
         )
     else:
         from rich.markup import escape
 
-        made = table(
-            "sampler", "tokens", "mean logprob", "forwards", "text", right=("tokens", "mean logprob", "forwards")
-        )
+        numbers = ("tokens", "mean logprob", "forwards")
+        made = table("sampler", *numbers, "stop", "text", right=numbers)
         for row, c in zip(rows, found, strict=True):
             made.add_row(escape(str(row["sampler"])), str(len(c.tokens)), f"{row['mean_logprob']:.3f}",
-                         str(c.forwards), escape(c.text))  # fmt: skip
+                         str(c.forwards), c.stop, escape(c.text))  # fmt: skip
         show_table(made)
         remark(f"from {count(len(snapshot.tokens), 'token')} that were not evaluated again")
 

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import kvsnap
 from kvsnap.api import Restored
-from kvsnap.cli._output import count, emit, progress, remark, seconds, size, waiting
-from kvsnap.errors import InputError
+from kvsnap.cli._output import CheckFailed, count, emit, progress, remark, seconds, size, waiting
+from kvsnap.errors import ContextError, InputError
 from kvsnap.layout import Sampler, SamplerState, Snapshot
 from kvsnap.protocols import Engine, Token
 from kvsnap.session import Session
 
-__all__ = ["Turn", "prompt_ids", "restored"]
+__all__ = ["INTERRUPTED", "STOPS", "Turn", "interruption", "prompt_ids", "restored"]
 
 _MARK = "kvsnap-mark-of-an-answer"
+_NOTE = 160
+"""Characters of the one note that is shown where a restore is not exact."""
+INTERRUPTED = 130
+STOPS = {
+    "end": "the model ended it",
+    "length": "stopped by --max-tokens",
+    "context": "the context is full",
+    "interrupted": "interrupted",
+}
+"""Why a generation stopped: the word in JSON and in a file's metadata, and in words. Only `end` completes a turn."""
+
+
+def interruption() -> dict[str, Any]:
+    """Return the error object of an interrupted command."""
+    return {"kind": "interrupted", "message": "interrupted", "path": None, "offset": None, "expected": None,
+            "found": None, "exit_code": INTERRUPTED}  # fmt: skip
+
+
+def _has_tokenizer(engine: Engine) -> bool:
+    return getattr(engine, "tokenizer", None) is not None
 
 
 def restored(
@@ -37,6 +57,11 @@ def restored(
 
 def prompt_ids(engine: Engine, text: str, *, chat: bool) -> tuple[int, ...]:
     """Return the ids of a prompt; with `chat` as a user message, after what the engine holds already."""
+    if not _has_tokenizer(engine):
+        raise InputError(
+            "the model has no tokenizer, so it takes no text: give token ids with --prompt-ids, "
+            "or put its tokenizer.json beside config.json"
+        )
     if not chat:
         return engine.tokenize(text, special=not engine.tokens)
     if not engine.tokens:
@@ -51,6 +76,14 @@ def prompt_ids(engine: Engine, text: str, *, chat: bool) -> tuple[int, ...]:
     return engine.tokenize(after.removeprefix(last), special=False)
 
 
+def _short(notes: Sequence[str]) -> str:
+    """Return the first note, cut to a sentence, and how many more there are."""
+    if not notes:
+        return ""
+    first = notes[0] if len(notes[0]) <= _NOTE else f"{notes[0][:_NOTE].rsplit(' ', 1)[0]} ..."
+    return f": {first}" + (f"; and {len(notes) - 1} more, which --json lists" if len(notes) > 1 else "")
+
+
 def _passes(number: int) -> str:
     return f"{number or 'no'} forward pass{'' if number == 1 else 'es'}"
 
@@ -63,36 +96,50 @@ class Turn:
     max_tokens: int
     as_json: bool
     restored: Restored | None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
     tokens: list[Token] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    interrupted: bool = False
+    stop: str = "length"
 
     def run(self, ids: Sequence[int], sampler: Sampler | None) -> None:
-        """Evaluate the prompt and generate, streaming text to stdout. An interrupt ends it, and is remembered."""
+        """Evaluate the prompt and generate, streaming text to stdout.
+
+        An interrupt or a full context ends it, and is remembered; `ContextError` when no token could be generated.
+        """
         engine = self.engine
         forwards, started = engine.forwards, time.perf_counter()
         with waiting(f"reading {count(len(ids), 'token')}"):
             stream = kvsnap.generate(engine, ids, max_tokens=self.max_tokens, sampler=sampler)
         prefilled = time.perf_counter()
         first_s, first_forwards = 0.0, 0
+        as_text = _has_tokenizer(engine)
         try:
             for token in stream:
                 if not self.tokens:
                     first_s, first_forwards = time.perf_counter() - started, engine.forwards - forwards
                 self.tokens.append(token)
                 if not self.as_json:
-                    print(token.text, end="", flush=True)
+                    print(token.text if as_text else f"{token.id} ", end="", flush=True)
+            self.stop = "end" if self.tokens and self.tokens[-1].end else "length"
         except KeyboardInterrupt:
-            self.interrupted = True
+            self.stop = "interrupted"
+        except ContextError:
+            if not self.tokens:
+                raise
+            self.stop = "context"
+        finally:
+            if self.tokens and not self.as_json:
+                print(flush=True)  # whatever comes next starts on a line of its own
         ended = time.perf_counter()
-        if not self.as_json:
-            print()
         waited = 0.0 if self.restored is None else self.restored.install_s + self.restored.identity_s
         self.facts.update(
             prompt_tokens=len(ids),
             generated_tokens=len(self.tokens),
             total_tokens=len(engine.tokens),
-            stop="interrupted" if self.interrupted else "end" if self.tokens and self.tokens[-1].end else "max_tokens",
+            positions=engine.n_rows + engine.n_pending,
+            context_limit=engine.context_limit,
+            stop=self.stop,
             forwards_to_first_token=first_forwards,
             forwards=engine.forwards - forwards,
             first_token_s=first_s,
@@ -100,6 +147,7 @@ class Turn:
             prompt_s=prefilled - started,
             generate_s=ended - prefilled,
             seed=None if engine.sampler.settings.greedy else engine.sampler.random.seed,
+            warnings=list(self.warnings),
         )
 
     def store(self, *, save: str | None, codec: str | None, session: Session | None, session_file: str | None) -> None:
@@ -109,6 +157,7 @@ class Turn:
         started = time.perf_counter()
         start = 0 if save is not None or session is None else session.n_rows
         snapshot = kvsnap.capture(self.engine, start=start, settle=True)
+        snapshot = replace(snapshot, metadata={**self.metadata, "stop": self.stop})
         captured = time.perf_counter()
         self.facts["capture_s"] = captured - started
         if save is not None:
@@ -124,7 +173,7 @@ class Turn:
     def _append(self, session: Session, snapshot: Snapshot, codec: str | None) -> None:
         started = time.perf_counter()
         with progress(f"appending to {session.path}") as report:
-            done = session.append(snapshot, complete=not self.interrupted, codec=codec, progress=report)
+            done = session.append(snapshot, complete=self.stop == "end", codec=codec, progress=report)
         self.facts["append"] = {
             **done.to_dict(),
             "file_bytes": session.nbytes,
@@ -132,13 +181,16 @@ class Turn:
         }
 
     def finish(self) -> None:
-        """Print the report, and raise `KeyboardInterrupt` when the user interrupted the generation."""
+        """Print the report. Raise when the user interrupted the generation: the exit code is 130 then."""
+        interrupted = self.stop == "interrupted"
         if self.as_json:
-            if not self.interrupted:
-                emit({**self._texts(), **self.facts, "restored": self._restored()})
-        else:
-            self._remarks()
-        if self.interrupted:
+            told = {"exit_code": INTERRUPTED, "error": interruption()} if interrupted else {}
+            emit({**self._texts(), **self.facts, "restored": self._restored(), **told})
+            if interrupted:
+                raise CheckFailed(INTERRUPTED)
+            return
+        self._remarks()
+        if interrupted:
             raise KeyboardInterrupt
 
     def _texts(self) -> dict[str, Any]:
@@ -154,12 +206,16 @@ class Turn:
             reused = f"reused {count(back.reused, 'token')}, recomputed {back.recomputed}"
             remark(f"{reused}; restored in {seconds(back.install_s)}, weights hashed in {seconds(back.identity_s)}")
             exact = "exact: ids and logits go on as if never interrupted" if back.exact else "not exact"
-            remark(exact + ("" if not back.notes else ": " + "; ".join(back.notes)))
+            remark(exact + _short(back.notes))
         rate = facts["generated_tokens"] / facts["generate_s"] if facts["generate_s"] else 0.0
         seed = "" if facts["seed"] is None else f", seed {facts['seed']}"
         if facts["prompt_tokens"]:
             remark(f"{count(facts['prompt_tokens'], 'prompt token')} in {seconds(facts['prompt_s'])}")
-        remark(f"{count(facts['generated_tokens'], 'token')} generated ({rate:.1f}/s, {facts['stop']}{seed})")
+        remark(f"{count(facts['generated_tokens'], 'token')} generated ({rate:.1f}/s, {STOPS[self.stop]}{seed})")
+        if self.stop == "context":
+            limit, asked = facts["context_limit"], self.max_tokens
+            taken = f"{facts['positions']:,} of {limit:,} positions are taken" if limit else "no position is left"
+            remark(f"the context is full: {taken}, so {facts['generated_tokens']:,} of {asked:,} tokens were generated")
         first = seconds(facts["time_to_first_token_s"])
         remark(f"first token after {_passes(facts['forwards_to_first_token'])} and {first}")
         if "save" in facts:
@@ -170,5 +226,5 @@ class Turn:
         if "append" in facts:
             done = facts["append"]
             what = f"{size(done['nbytes'])} written, {size(done['file_bytes'])} and {count(done['n_tokens'], 'token')}"
-            cut = "; the turn is marked as cut off" if self.interrupted else ""
+            cut = "" if self.stop == "end" else f"; the turn is marked as cut off ({STOPS[self.stop]})"
             remark(f"appended to {done['path']}: {what} in all{cut}")

@@ -1,0 +1,160 @@
+"""Commands on sessions, none of which needs a model: log, truncate, reset."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import closing
+
+import click
+
+import kvsnap
+from kvsnap.cli._output import count, emit, examples, json_option, remark, show_table, size, table
+from kvsnap.cli._paths import check_target
+from kvsnap.cli._turn import STOPS
+from kvsnap.errors import DamagedError, FormatError, InputError
+from kvsnap.files import Reader
+from kvsnap.formats.native.journal import Published
+from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.schema import parse_note
+from kvsnap.formats.native.tables import Operation
+from kvsnap.formats.native.turns import walk
+from kvsnap.records import RECORD_SIZE, Kind, read_record
+from kvsnap.session import Session
+
+__all__ = ["COMMANDS"]
+
+# -- log -----------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("file")
+@json_option
+@examples(
+    "kvsnap log chat.kvsnap",
+)
+def log(file: str, as_json: bool) -> None:
+    """List the turns of a session, oldest first: what each did, and whether it was complete or cut off, and why.
+
+    A turn is complete when the model ended it; one that --max-tokens, a full context or Ctrl-C ended is cut off.
+    """
+    with Session.open(file, create=False, readonly=True) as session:
+        turns, notes, dropped = session.history, list(session.notes), session.dropped
+    stops = _stops(file)
+    if as_json:
+        told = [{**t.to_dict(), "stop": stops.get(t.commit)} for t in turns]
+        emit({"path": file, "turns": told, "notes": notes, "dropped": dropped})
+        return
+    made = table("commit", "when", "what", "turn", "why", "tokens", "change", "ends at",
+                 right=("tokens", "change", "ends at"))  # fmt: skip
+    before = 0
+    for turn in turns:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(turn.time_ns / 1e9))
+        state = "complete" if turn.complete else "[bold]cut off[/bold]"
+        why = STOPS.get(stops.get(turn.commit, ""), "")
+        made.add_row(str(turn.commit), when, turn.operation, state, why, f"{turn.n_tokens:,}",
+                     f"{turn.n_tokens - before:+,}", size(turn.offset))  # fmt: skip
+        before = turn.n_tokens
+    show_table(made)
+    for note in notes:
+        remark(f"note: {note}")
+    if dropped:
+        remark(f"note: {size(dropped)} behind the last published turn are not part of the history")
+
+
+def _stops(file: str) -> dict[int, str]:
+    """Return why the generation of each turn stopped, by commit, where the notes of the file say so."""
+    found: dict[int, str] = {}
+    with closing(NativeFile.open(file, mapped=False)) as opened, closing(Reader(file)) as reader:
+        now = Published(opened.commit, opened.end.footer, opened.entries, opened.geometry, opened.identity)
+        for commit, _ in walk(now, opened.header, reader):
+            if commit.operation != Operation.APPEND or not commit.note:
+                continue
+            try:
+                _, payload = read_record(reader, opened.header, commit.note, kind=Kind.NOTE)
+                note = parse_note(payload, file, commit.note + RECORD_SIZE)
+            except (DamagedError, FormatError):
+                continue  # the turn itself can be listed; what is damaged is told by verify
+            if "stop" in note:
+                found[commit.number] = note["stop"]
+    return found
+
+
+# -- truncate, reset -----------------------------------------------------------------------------------------
+
+
+class _Counting(click.Command):
+    """A command whose number may be typed as below 0, which click takes for an option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Refuse a number below 0 by name."""
+        for word in args[: args.index("--") if "--" in args else len(args)]:
+            if re.fullmatch(r"-[0-9]+", word):
+                raise InputError("N is the number of tokens to keep", expected="0 or more", found=word)
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Counting)
+@click.argument("file")
+@click.argument("n_tokens", metavar="N", type=int)
+@click.option("-o", "--output", metavar="NEW", help="Write a sealed snapshot of the first N tokens instead.")
+@click.option("--overwrite", is_flag=True, help="Let -o replace a snapshot that is there already.")
+@json_option
+@examples(
+    "kvsnap truncate chat.kvsnap 1200",
+    "kvsnap truncate sealed.kvsnap 1200 -o shorter.kvsnap",
+)
+def truncate(file: str, n_tokens: int, output: str | None, overwrite: bool, as_json: bool) -> None:
+    """Go back to the first N tokens of a session.
+
+    The cut is one more commit: the turns behind it stay in the file and in `kvsnap log`, but kvsnap cannot go forward
+    again to them yet. At the end of an earlier turn its logits and random state come back too. A sealed snapshot is
+    never changed: with -o its first N tokens are written as a new one (of a session, too, which then stays as it is).
+    """
+    if n_tokens < 0:
+        raise InputError("N is the number of tokens to keep", expected="0 or more", found=n_tokens)
+    if output is not None:
+        check_target(output, overwrite=overwrite, option="-o")
+        snapshot = kvsnap.load(file)
+        before = len(snapshot.tokens)
+        report = kvsnap.save(snapshot.truncate(n_tokens), output)
+        _say_cut(output, before, n_tokens, report.nbytes, as_json=as_json)
+        return
+    _refuse_sealed(file, f"write its first tokens with: kvsnap truncate {file} {n_tokens} -o NEW")
+    with Session.open(file, create=False) as session:
+        before, length = session.n_tokens, session.nbytes
+        left = session.truncate(n_tokens)
+        _say_cut(file, before, left, session.nbytes - length, as_json=as_json)
+
+
+@click.command()
+@click.argument("file")
+@json_option
+@examples(
+    "kvsnap reset chat.kvsnap",
+)
+def reset(file: str, as_json: bool) -> None:
+    """Go back to the empty history of a session.
+
+    The turns before stay in the file and in `kvsnap log`, but kvsnap cannot go forward again to them yet.
+    """
+    _refuse_sealed(file, "delete the file instead")
+    with Session.open(file, create=False) as session:
+        before, length = session.n_tokens, session.nbytes
+        session.reset()
+        _say_cut(file, before, 0, session.nbytes - length, as_json=as_json)
+
+
+def _refuse_sealed(file: str, hint: str) -> None:
+    if kvsnap.inspect(file).sealed:
+        raise InputError(f"a sealed snapshot is never changed; {hint}", path=file)
+
+
+def _say_cut(path: str, before: int, after: int, written: int, *, as_json: bool) -> None:
+    if as_json:
+        emit({"path": path, "tokens_before": before, "tokens": after, "written": written})
+    else:
+        print(f"{path}: {before:,} -> {count(after, 'token')}, {size(written)} written")
+
+
+COMMANDS = (log, truncate, reset)
