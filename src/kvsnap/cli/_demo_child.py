@@ -55,7 +55,8 @@ def _resumed(engine: Any, path: str, n_tokens: int) -> dict[str, Any]:
 def _greedy(engine: Any, path: str, n_tokens: int) -> dict[str, Any]:
     """Greedy ids from a restored prompt, and from transformers' own `generate`, which evaluates the same ids again.
 
-    Both are timed up to the first token, with the model loaded and its weights known.
+    Both are timed up to the first token, with the model loaded. The restore is timed without the hashing of the
+    weights; what that took is known from the first restore of this process.
     """
     import torch
 
