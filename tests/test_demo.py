@@ -287,6 +287,16 @@ def test_a_refusal_says_that_the_model_was_the_default(kv: Any, models: Path, mo
     assert "compared with smollm2, the default; name another one with --model" in err
 
 
+def test_a_snapshot_is_not_called_complete_where_the_model_did_not_end_it(kv: Any) -> None:
+    kv("generate", "hello", "--max-tokens", 2, "--save", "x.kvsnap")
+    assert "(sealed, last turn cut off)" in kv("info", "x.kvsnap", model=None)[1]
+    assert "stopped by --max-tokens" in kv("info", "x.kvsnap", model=None)[1]
+    assert "complete" not in kv("log", "x.kvsnap", model=None)[1]
+    kv("generate", "hello", "--max-tokens", 2, "--session", "s.kvsnap")
+    kv("truncate", "s.kvsnap", 3, model=None)
+    assert "stopped by" not in kv("info", "s.kvsnap", model=None)[1]
+
+
 def test_the_notes_of_a_user_stay_in_a_file_that_goes_on(kv: Any) -> None:
     kv("generate", "hello", "--max-tokens", 2, "--save", "x.kvsnap")
     plain = kvsnap.load("x.kvsnap")

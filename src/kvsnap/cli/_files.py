@@ -23,7 +23,7 @@ from kvsnap.cli._output import (
     table,
 )
 from kvsnap.cli._paths import check_target
-from kvsnap.cli._turn import STOPS
+from kvsnap.cli._turn import STOPS, is_whole
 from kvsnap.errors import DamagedError, InputError, KvsnapError
 from kvsnap.files import write_whole
 from kvsnap.inspection import Summary
@@ -68,7 +68,9 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
     logits = "stored, so the next token needs no forward pass" if s.has_logits and not s.n_pending else "not stored"
     if s.has_logits and s.n_pending:
         logits = f"stored; {count(s.n_pending, 'token')} still to be evaluated"
-    whole = ["sealed" if s.sealed else "open", "complete" if s.complete else "last turn cut off"]
+    # In a session the metadata may be of a turn that was cut since; `log` tells of each.
+    stop = s.metadata.get("stop", "") if s.sealed else ""
+    whole = ["sealed" if s.sealed else "open", "complete" if s.complete and is_whole(stop) else "last turn cut off"]
     fidelity = "exact: every bit as the engine held it" if s.exact else f"not exact: values off by up to {s.bound:.3g}"
     stored = ", ".join(
         f"{name} {size(c.stored)}" + (f" (decoded {size(c.decoded)})" if c.stored != c.decoded else "")
@@ -93,15 +95,15 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
         ("weights", f"{len(s.identity.weights)} digests" if s.identity.weights else "unknown"),
         ("made with", ", ".join([s.identity.engine or "unknown", *_runtime(s)])),
     ]  # fmt: skip
-    words = {"stop": STOPS.get(s.metadata.get("stop", ""), "")}
-    made += [(escape(k), words.get(k) or escape(v)) for k, v in s.metadata.items()]
+    made += [(escape(k), escape(v)) for k, v in s.metadata.items() if k != "stop"]
+    made += [("stop", STOPS.get(stop, escape(stop)))] if stop else []
     if s.dropped:
         made.append(("dropped", f"{size(s.dropped)} behind the last published turn are not part of the history"))
     return made
 
 
 def _runtime(s: Summary) -> list[str]:
-    return [f"{name} {value.strip(QUOTE)}" for name, value in s.identity.runtime]
+    return [f"{name} {value.strip(QUOTE)}" for name, value in s.identity.runtime if value.strip(QUOTE)]
 
 
 def _sampler_text(s: Summary) -> str:

@@ -11,7 +11,7 @@ import click
 import kvsnap
 from kvsnap.cli._output import count, emit, examples, json_option, remark, show_table, size, table
 from kvsnap.cli._paths import check_target
-from kvsnap.cli._turn import STOPS
+from kvsnap.cli._turn import STOPS, is_whole
 from kvsnap.errors import DamagedError, FormatError, InputError
 from kvsnap.files import Reader
 from kvsnap.formats.native.journal import Published
@@ -50,8 +50,9 @@ def log(file: str, as_json: bool) -> None:
     before = 0
     for turn in turns:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(turn.time_ns / 1e9))
-        state = "complete" if turn.complete else "[bold]cut off[/bold]"
-        why = STOPS.get(stops.get(turn.commit, ""), "")
+        stop = stops.get(turn.commit, "")
+        state = "complete" if turn.complete and is_whole(stop) else "[bold]cut off[/bold]"
+        why = STOPS.get(stop, "")
         made.add_row(str(turn.commit), when, turn.operation, state, why, f"{turn.n_tokens:,}",
                      f"{turn.n_tokens - before:+,}", size(turn.offset))  # fmt: skip
         before = turn.n_tokens

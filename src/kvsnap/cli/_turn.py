@@ -15,7 +15,7 @@ from kvsnap.layout import Sampler, SamplerState, Snapshot
 from kvsnap.protocols import Engine, Token
 from kvsnap.session import Session
 
-__all__ = ["INTERRUPTED", "STOPS", "Turn", "interruption", "prompt_ids", "restored"]
+__all__ = ["INTERRUPTED", "STOPS", "Turn", "interruption", "is_whole", "prompt_ids", "restored"]
 
 _MARK = "kvsnap-mark-of-an-answer"
 _NOTE = 160
@@ -28,6 +28,11 @@ STOPS = {
     "interrupted": "interrupted",
 }
 """Why a generation stopped: the word in JSON and in a file's metadata, and in words. Only `end` completes a turn."""
+
+
+def is_whole(stop: str) -> bool:
+    """Tell whether a file with this word in its metadata may be called complete; one without a word may."""
+    return stop == "end" or stop not in STOPS
 
 
 def interruption() -> dict[str, Any]:
