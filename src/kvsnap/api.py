@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import operator
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvsnap import formats, inspection, sampling
+from kvsnap import sampling
 from kvsnap.engines.connect import connect
-from kvsnap.errors import ContextError, InputError, LossError
-from kvsnap.files import Reader, replacing
-from kvsnap.formats import native
-from kvsnap.formats.native import MemorySink, SaveReport, VerifyReport
+from kvsnap.errors import ContextError, InputError
+from kvsnap.filing import LossReport, convert, dumps, inspect, load, loads, save, verify
+from kvsnap.formats import colikv
 from kvsnap.identity import Compatibility, compare
-from kvsnap.inspection import Summary
-from kvsnap.layout import Sampler, Snapshot, set_save
-from kvsnap.protocols import Engine, Loss, Progress, Token
+from kvsnap.layout import Sampler, Snapshot
+from kvsnap.protocols import Engine, Progress, Token
 
 __all__ = [
     "Continuation",
@@ -40,178 +37,8 @@ __all__ = [
     "warm_from_tokens",
 ]
 
-StrPath = str | os.PathLike[str]
-
-
-# -- files -------------------------------------------------------------------------------------------------
-
-
-def load(path: StrPath, *, format: str | None = None, mmap: bool = True) -> Snapshot:
-    """Open a file (a snapshot, or a session at its last turn) and return its snapshot.
-
-    Opening reads the index only; a tensor is read, and every byte of it checked, when it is first used. With `mmap` the
-    exact tensors of a sealed file are read-only views of the mapped file. The format is judged by content; `format`
-    demands one. Raise `MissingError`, `FormatError` (not a file that kvsnap reads), `VersionError`, `DamagedError`
-    (also later, when a damaged tensor is used).
-    """
-    found = formats.format_of(path) if format is None else formats.format_named(format)
-    return found.load(os.fspath(path), mmap=mmap)
-
-
-def loads(data: bytes | bytearray | memoryview, *, format: str | None = None) -> Snapshot:
-    """Return the snapshot in these bytes, as `load` does."""
-    if not len(data):
-        raise InputError("no bytes to load a snapshot from")
-    head = bytes(memoryview(data)[: formats.HEAD])
-    found = formats.format_of_bytes(head) if format is None else formats.format_named(format)
-    return found.loads(data)
-
-
-def save(
-    snapshot: Snapshot,
-    path: StrPath,
-    *,
-    codec: str | None = None,
-    format: str | None = None,
-    version: int | None = None,
-    byte_order: str | None = None,
-    vocab: int | None = None,
-    sync: bool = True,
-    progress: Progress | None = None,
-) -> SaveReport:
-    """Write a sealed snapshot durably; whatever happens, the name holds the old file or the whole new one.
-
-    `codec` is `exact` (the default of the native format) or `q8` (int8 with a scale per head: about a quarter of
-    float32, not exact; the report gives the bound). Other formats have codecs, versions and byte orders of their own;
-    what they cannot hold is in `SaveReport.losses`. `sync=False` leaves out the fsyncs, and with them the promise to
-    survive a power cut. Raise `InputError`, `MissingError` (no such directory), `StorageError` (no space, no
-    permission).
-    """
-    _refuse_session(path)
-    if format in (None, native.NAME):
-        if version not in (None, 1) or byte_order not in (None, "little"):
-            raise InputError("the native format is little-endian and has version 1", found=version or byte_order)
-        return native.save(snapshot, path, codec=codec, sync=sync, progress=progress)
-    target = formats.format_named(str(format))
-    losses = target.losses(snapshot, codec=codec, version=version)
-    with replacing(path, sync=sync) as writer:
-        nbytes = target.write(
-            snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress, vocab=vocab
-        )
-    return _foreign_report(snapshot, os.fspath(path), target.name, nbytes, losses)
-
-
-def _refuse_session(path: StrPath) -> None:
-    """A file that keeps a history is not replaced by one that does not."""
-    if os.path.isfile(path):
-        with Reader(path) as reader:
-            if native.is_session(reader):
-                raise InputError(
-                    "this is a session, and its history would be lost: append to it, or use another name", path=path
-                )
-
-
-def _foreign_report(snapshot: Snapshot, path: str, name: str, nbytes: int, losses: Sequence[Loss]) -> SaveReport:
-    bound = max([snapshot.bound, *(loss.bound for loss in losses)])
-    changed = any(loss.kind in ("precision", "rows") for loss in losses)
-    return SaveReport(
-        path=path,
-        format=name,
-        nbytes=nbytes,
-        tensor_bytes=snapshot.nbytes,
-        n_tokens=len(snapshot.tokens),
-        n_rows=snapshot.n_rows,
-        exact=not changed and not bound,
-        bound=bound,
-        losses=tuple(losses),
-    )
-
-
-def dumps(
-    snapshot: Snapshot,
-    *,
-    codec: str | None = None,
-    format: str | None = None,
-    version: int | None = None,
-    byte_order: str | None = None,
-    vocab: int | None = None,
-) -> bytes:
-    """Return the bytes that `save` would write."""
-    sink = MemorySink()
-    target = formats.format_named(format or native.NAME)
-    target.write(snapshot, sink, codec=codec, version=version, byte_order=byte_order, vocab=vocab)
-    return bytes(sink.data)
-
-
-@dataclass(frozen=True, slots=True)
-class LossReport:
-    """What a conversion wrote, and what the target cannot hold. False in a condition when nothing was lost."""
-
-    source: str
-    target: str
-    source_format: str
-    target_format: str
-    nbytes: int
-    losses: tuple[Loss, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.losses)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data."""
-        data: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        data["losses"] = [loss.to_dict() for loss in self.losses]
-        return data
-
-
-def convert(
-    src: StrPath,
-    dst: StrPath,
-    *,
-    format: str | None = None,
-    codec: str | None = None,
-    version: int | None = None,
-    byte_order: str | None = None,
-    vocab: int | None = None,
-    allow_loss: bool = False,
-    progress: Progress | None = None,
-) -> LossReport:
-    """Write the snapshot in `src` (any format) to `dst` in another format or codec, tensor by tensor.
-
-    `version`, `byte_order` and `vocab` (size of the vocabulary, for `colikv`) are for formats that have them.
-    Raise `LossError` listing what the target cannot hold, before anything is written, unless `allow_loss`.
-    """
-    origin = formats.format_of(src)
-    target = formats.format_named(format or native.NAME)
-    snapshot = origin.load(os.fspath(src), mmap=True)
-    losses = target.losses(snapshot, codec=codec, version=version)
-    if losses and not allow_loss:
-        told = "; ".join(f"{loss.what}: {loss.detail}" for loss in losses[:6])
-        raise LossError(
-            f"{target.name} cannot hold everything: {told}. Allow it to go on (allow_loss=True, --allow-loss)"
-        )
-    _refuse_session(dst)
-    with replacing(dst) as writer:
-        nbytes = target.write(
-            snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress, vocab=vocab
-        )
-    return LossReport(os.fspath(src), os.fspath(dst), origin.name, target.name, nbytes, losses)
-
-
-def inspect(path: StrPath) -> Summary:
-    """Tell what a file holds: geometry, tokens, sizes, identity, fidelity. No tensor byte is read."""
-    return inspection.summarise(path)
-
-
-def verify(path: StrPath, *, progress: Progress | None = None) -> VerifyReport:
-    """Check every byte of a file; damage is reported with tensor and token range, not raised."""
-    return inspection.verify(path, progress=progress)
-
-
-set_save(save)
-
-
-# -- engines -----------------------------------------------------------------------------------------------
+# colibri goes on from a file only where more than 8 positions are left behind its records and the draft buffer.
+_COLIBRI_KEEPS_FREE = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +95,13 @@ def check(
     draft_reserve: int = 0,
     progress: Progress | None = None,
 ) -> Compatibility:
-    """Compare a snapshot with a live engine, field by field, and its length with the context. Changes nothing."""
+    """Compare a snapshot with a live engine, field by field, and its length with the context. Changes nothing.
+
+    A snapshot of a `.coli_kv` file has colibri's rule for the context: 9 positions more must be free.
+    """
     needed = snapshot.token_offset + snapshot.n_pending + draft_reserve
+    if snapshot.source.get("format") == colikv.FORMAT.name and snapshot.tokens:
+        needed += _COLIBRI_KEEPS_FREE
     found = engine.identity(progress)
     return compare(snapshot.identity, found, accept=accept, needed=needed, limit=engine.context_limit)
 
@@ -299,7 +131,7 @@ def restore(
     report = check(snapshot, engine, accept=accept, draft_reserve=draft_reserve, progress=progress)
     report.raise_if_refused()
     identified = time.perf_counter()
-    installed = engine.install(snapshot, progress, cast="dtype" in accept)
+    installed = engine.install(_placed(snapshot, engine), progress, cast="dtype" in accept)
     finished = time.perf_counter()
     if sampler is not None:
         engine.sampler = sampling.start(sampler)
@@ -318,6 +150,13 @@ def restore(
         identity_s=identified - started,
         install_s=finished - identified,
     )
+
+
+def _placed(snapshot: Snapshot, engine: Engine) -> Snapshot:
+    """A `.coli_kv` file does not tell which layers own its index rows: those that do in the engine."""
+    if not colikv.has_loose_rows(snapshot):
+        return snapshot
+    return colikv.assign_like(snapshot, engine.capture(start=engine.n_rows))
 
 
 def warm_from_tokens(engine: Engine, tokens: Sequence[int], *, progress: Progress | None = None) -> Restored:
@@ -419,6 +258,7 @@ def sweep(
     if not samplers:
         raise InputError("a sweep needs at least one sampler")
     restore(snapshot, engine, accept=accept)
+    snapshot = _placed(snapshot, engine)
     out = []
     for place, settings in enumerate(samplers):
         if place:

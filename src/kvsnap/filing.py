@@ -1,0 +1,186 @@
+"""Files as users see them: load, save, convert, inspect, verify. `kvsnap.api` offers them together with the engines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvsnap import formats, inspection
+from kvsnap.errors import InputError, LossError
+from kvsnap.files import Reader, replacing
+from kvsnap.formats import native
+from kvsnap.formats.native import MemorySink, SaveReport, VerifyReport
+from kvsnap.inspection import Summary
+from kvsnap.layout import Snapshot, set_save
+from kvsnap.protocols import Loss, Progress
+
+__all__ = ["LossReport", "convert", "dumps", "inspect", "load", "loads", "save", "verify"]
+
+StrPath = str | os.PathLike[str]
+
+
+def load(path: StrPath, *, format: str | None = None, mmap: bool = True) -> Snapshot:
+    """Open a file (a snapshot, or a session at its last turn) and return its snapshot.
+
+    Opening reads the index only; a tensor is read, and every byte of it checked, when it is first used. With `mmap` the
+    exact tensors of a sealed file are read-only views of the mapped file. The format is judged by content; `format`
+    demands one. Raise `MissingError`, `FormatError` (not a file that kvsnap reads), `VersionError`, `DamagedError`
+    (also later, when a damaged tensor is used).
+    """
+    found = formats.format_of(path) if format is None else formats.format_named(format)
+    return found.load(os.fspath(path), mmap=mmap)
+
+
+def loads(data: bytes | bytearray | memoryview, *, format: str | None = None) -> Snapshot:
+    """Return the snapshot in these bytes, as `load` does."""
+    if not len(data):
+        raise InputError("no bytes to load a snapshot from")
+    head = bytes(memoryview(data)[: formats.HEAD])
+    found = formats.format_of_bytes(head) if format is None else formats.format_named(format)
+    return found.loads(data)
+
+
+def save(
+    snapshot: Snapshot,
+    path: StrPath,
+    *,
+    codec: str | None = None,
+    format: str | None = None,
+    version: int | None = None,
+    byte_order: str | None = None,
+    vocab: int | None = None,
+    sync: bool = True,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Write a sealed snapshot durably; whatever happens, the name holds the old file or the whole new one.
+
+    `codec` is `exact` (the default of the native format) or `q8` (int8 with a scale per head: about a quarter of
+    float32, not exact; the report gives the bound). Other formats have codecs, versions and byte orders of their own;
+    what they cannot hold is in `SaveReport.losses`. `sync=False` leaves out the fsyncs, and with them the promise to
+    survive a power cut. Raise `InputError`, `MissingError` (no such directory), `StorageError` (no space, no
+    permission).
+    """
+    _refuse_session(path)
+    if format in (None, native.NAME):
+        if version not in (None, 1) or byte_order not in (None, "little"):
+            raise InputError("the native format is little-endian and has version 1", found=version or byte_order)
+        return native.save(snapshot, path, codec=codec, sync=sync, progress=progress)
+    target = formats.format_named(str(format))
+    losses = target.losses(snapshot, codec=codec, version=version)
+    with replacing(path, sync=sync) as writer:
+        nbytes = target.write(
+            snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress, vocab=vocab
+        )
+    return _foreign_report(snapshot, os.fspath(path), target.name, nbytes, losses)
+
+
+def _refuse_session(path: StrPath) -> None:
+    """A file that keeps a history is not replaced by one that does not."""
+    if os.path.isfile(path):
+        with Reader(path) as reader:
+            if native.is_session(reader):
+                raise InputError(
+                    "this is a session, and its history would be lost: append to it, or use another name", path=path
+                )
+
+
+def _foreign_report(snapshot: Snapshot, path: str, name: str, nbytes: int, losses: Sequence[Loss]) -> SaveReport:
+    bound = max([snapshot.bound, *(loss.bound for loss in losses)])
+    changed = any(loss.kind in ("precision", "rows") for loss in losses)
+    return SaveReport(
+        path=path,
+        format=name,
+        nbytes=nbytes,
+        tensor_bytes=snapshot.nbytes,
+        n_tokens=len(snapshot.tokens),
+        n_rows=snapshot.n_rows,
+        exact=not changed and not bound,
+        bound=bound,
+        losses=tuple(losses),
+    )
+
+
+def dumps(
+    snapshot: Snapshot,
+    *,
+    codec: str | None = None,
+    format: str | None = None,
+    version: int | None = None,
+    byte_order: str | None = None,
+    vocab: int | None = None,
+) -> bytes:
+    """Return the bytes that `save` would write."""
+    sink = MemorySink()
+    target = formats.format_named(format or native.NAME)
+    target.write(snapshot, sink, codec=codec, version=version, byte_order=byte_order, vocab=vocab)
+    return bytes(sink.data)
+
+
+@dataclass(frozen=True, slots=True)
+class LossReport:
+    """What a conversion wrote, and what the target cannot hold. False in a condition when nothing was lost."""
+
+    source: str
+    target: str
+    source_format: str
+    target_format: str
+    nbytes: int
+    losses: tuple[Loss, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.losses)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        data: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        data["losses"] = [loss.to_dict() for loss in self.losses]
+        return data
+
+
+def convert(
+    src: StrPath,
+    dst: StrPath,
+    *,
+    format: str | None = None,
+    codec: str | None = None,
+    version: int | None = None,
+    byte_order: str | None = None,
+    vocab: int | None = None,
+    allow_loss: bool = False,
+    progress: Progress | None = None,
+) -> LossReport:
+    """Write the snapshot in `src` (any format) to `dst` in another format or codec, tensor by tensor.
+
+    `version`, `byte_order` and `vocab` (size of the vocabulary, for `colikv`) are for formats that have them.
+    Raise `LossError` listing what the target cannot hold, before anything is written, unless `allow_loss`.
+    """
+    origin = formats.format_of(src)
+    target = formats.format_named(format or native.NAME)
+    snapshot = origin.load(os.fspath(src), mmap=True)
+    losses = target.losses(snapshot, codec=codec, version=version)
+    if losses and not allow_loss:
+        told = "; ".join(f"{loss.what}: {loss.detail}" for loss in losses[:6])
+        raise LossError(
+            f"{target.name} cannot hold everything: {told}. Allow it to go on (allow_loss=True, --allow-loss)"
+        )
+    _refuse_session(dst)
+    with replacing(dst) as writer:
+        nbytes = target.write(
+            snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress, vocab=vocab
+        )
+    return LossReport(os.fspath(src), os.fspath(dst), origin.name, target.name, nbytes, losses)
+
+
+def inspect(path: StrPath) -> Summary:
+    """Tell what a file holds: geometry, tokens, sizes, identity, fidelity. No tensor byte is read."""
+    return inspection.summarise(path)
+
+
+def verify(path: StrPath, *, progress: Progress | None = None) -> VerifyReport:
+    """Check every byte of a file; damage is reported with tensor and token range, not raised."""
+    return inspection.verify(path, progress=progress)
+
+
+set_save(save)
