@@ -15,7 +15,8 @@ import zipfile
 from pathlib import Path
 
 TIMED_IMPORT = "import time; t = time.perf_counter(); import kvsnap; print(time.perf_counter() - t)"
-NO_TORCH = "import sys, kvsnap; kvsnap.load; print(','.join(m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules))"
+HEAVY = "{'torch', 'transformers', 'matplotlib'}"
+NO_TORCH = f"import sys, kvsnap; kvsnap.load; print(','.join({HEAVY} & set(sys.modules)))"
 
 
 def run(*command: str, cwd: str) -> str:
