@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ transformers = pytest.importorskip("transformers")
 
 import kvsnap  # noqa: E402 - after the extras are known to be there
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
-from kvsnap.errors import CompatibilityError, ConflictError, LossError, UnsupportedError  # noqa: E402
-from kvsnap.formats.colikv import ColiFile, Geometry, assign_index_layers  # noqa: E402
-from kvsnap.layout import Snapshot  # noqa: E402
+from kvsnap.errors import CompatibilityError, ConflictError, InputError, LossError, UnsupportedError  # noqa: E402
+from kvsnap.formats.colikv import ColiFile, Geometry, assign_index_layers, load  # noqa: E402
+from kvsnap.identity import Identity  # noqa: E402
+from kvsnap.layout import Snapshot, Tensor  # noqa: E402
 from latent_models import INDEX, KNOWN, LATENT, LAYERS, ROPE, keeps_latent, latent_model  # noqa: E402
 from test_engine_exactness import Run, go_on, one_thread  # noqa: E402
 from tiny_models import PROMPT  # noqa: E402
@@ -161,7 +163,7 @@ def test_what_a_restore_says_and_needs(family: str, tmp_path: Path) -> None:
         append(file, engine)
         snapshot = file.load()
     fresh = make(family)
-    with pytest.raises(CompatibilityError, match=r"weights: unknown.*accept=\('weights',\)"):
+    with pytest.raises(CompatibilityError, match=r"weights: unknown.*accept=.'weights'"):
         kvsnap.restore(snapshot, fresh)
     assert (fresh.n_rows, fresh.model.passes) == (0, 0)
     restored = take_up(fresh, snapshot)
@@ -330,20 +332,97 @@ def test_save_and_load_go_the_same_way(family: str, tmp_path: Path) -> None:
     assert np.array_equal(go_on(fresh, AFTER).logits, expected.logits)
 
 
-@pytest.mark.parametrize("family", given("glm_moe_dsa-shared"))
-def test_index_rows_without_a_layer_are_refused_until_they_are_given_one(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", given(*USED))
+def test_the_geometry_is_that_of_a_capture(family: str) -> None:
+    engine = make(family)
+    assert Geometry.of(engine.capture()) == geometry(family), "an engine that has seen nothing tells it"
+    turn(engine, 0)
+    snapshot = engine.capture()
+    assert Geometry.of(snapshot) == geometry(family)
+    assert Geometry.of(engine.capture(start=engine.n_rows)) == geometry(family)
+    unnamed = replace(snapshot, identity=Identity())
+    assert Geometry.of(unnamed) == geometry(family), "from the logits"
+    with pytest.raises(InputError, match="give vocab"):
+        Geometry.of(replace(unnamed, logits=None))
+    assert Geometry.of(replace(unnamed, logits=None), vocab=300).vocab == 300
+
+
+def loose_file(family: str, path: Path) -> TransformersEngine:
+    """Keep a turn of a model of which only some layers own index rows; return the engine that goes on."""
     engine = make(family)
     turn(engine, 0)
-    path = tmp_path / ".coli_kv"
     kvsnap.save(engine.capture(), path, format="colikv")
-    fresh, loose = make(family), kvsnap.load(path)
-    with pytest.raises(
-        CompatibilityError, match=r"layer 0 is of another kind; .*found latent with latent, rope, other"
-    ):
-        take_up(fresh, loose)
-    assert fresh.n_rows == 0
-    take_up(fresh, assign_index_layers(loose, (0, 2)))
-    assert np.array_equal(go_on(fresh, AFTER).logits, go_on(engine, AFTER).logits)
+    loose = kvsnap.load(path)
+    assert [t.role for t in loose.layers[0].tensors] == ["latent", "rope", "other"]
+    assert [t.role for t in loose.layers[2].tensors] == ["latent", "rope"]
+    return engine
+
+
+@pytest.mark.parametrize("way", ["restore", "like", "like a used one", "assigned", "in place"])
+@pytest.mark.parametrize("family", given("glm_moe_dsa-shared"))
+def test_index_rows_of_some_layers_find_them(family: str, way: str, tmp_path: Path) -> None:
+    path = tmp_path / ".coli_kv"
+    engine, fresh = loose_file(family, path), make(family)
+    if way == "restore":
+        snapshot = kvsnap.load(path)
+    elif way == "like":
+        snapshot = load(path, like=fresh.capture())
+    elif way == "like a used one":
+        snapshot = load(path, like=engine.capture())
+    elif way == "assigned":
+        snapshot = assign_index_layers(kvsnap.load(path), (0, 2))
+    else:
+        with ColiFile.open(path, Geometry.of(fresh.capture())) as file:
+            snapshot = file.load()
+    if way != "restore":
+        assert snapshot.layers[2].tensor("index") is not None
+    restored = take_up(fresh, snapshot)
+    assert (restored.reused, restored.recomputed) == (engine.n_rows - 1, 1)
+    found, expected = go_on(fresh, AFTER), go_on(engine, AFTER)
+    assert found.ids == expected.ids
+    assert np.array_equal(found.logits, expected.logits)
+
+
+@pytest.mark.parametrize("family", given("glm_moe_dsa-shared"))
+def test_index_rows_given_to_other_layers_are_refused_or_noticed(family: str, tmp_path: Path) -> None:
+    path = tmp_path / ".coli_kv"
+    engine = loose_file(family, path)
+    fresh = make(family)
+    with pytest.raises(CompatibilityError, match="layer 1 is of another kind"):
+        take_up(fresh, assign_index_layers(kvsnap.load(path), (0, 1)))
+    # A model that has index rows in all layers, or in none.
+    for other in {"glm_moe_dsa", "deepseek_v3"} & set(CASES):
+        wrong = make(other)
+        with pytest.raises(CompatibilityError, match=r"index (layers|width): file (2|16)"):
+            load(path, like=wrong.capture())
+        with pytest.raises(CompatibilityError):
+            kvsnap.restore(kvsnap.load(path), wrong, accept=("weights", "config", "config.index_head_dim"))
+        assert wrong.n_rows == 0
+    # The rows of the two layers changed for one another: restored, and not the same.
+    rows = kvsnap.load(path)
+    loose = rows.layers[0].tensors[2]
+    turned = Tensor(loose.spec, np.ascontiguousarray(loose.array[:, ::-1]))
+    layers = (replace(rows.layers[0], tensors=(*rows.layers[0].tensors[:2], turned)), *rows.layers[1:])
+    for number in (1, 2):
+        turn(engine, number)
+    take_up(fresh, replace(rows, layers=layers))
+    same = make(family)
+    take_up(same, rows)
+    for number in (1, 2):
+        turn(fresh, number)
+        turn(same, number)
+    expected = go_on(engine, AFTER).logits
+    assert np.array_equal(go_on(same, AFTER).logits, expected)
+    assert not np.array_equal(go_on(fresh, AFTER).logits, expected)
+
+
+@pytest.mark.parametrize("family", given("glm_moe_dsa-shared"))
+def test_a_sweep_takes_such_a_file_too(family: str, tmp_path: Path) -> None:
+    path = tmp_path / ".coli_kv"
+    loose_file(family, path)
+    samplers = [kvsnap.Sampler(), kvsnap.Sampler(temperature=0.0)]
+    one, two = kvsnap.sweep(kvsnap.load(path), make(family), samplers, max_tokens=6, accept=("weights",))
+    assert one.tokens == two.tokens
 
 
 def resume_all(directory: Path) -> None:
@@ -353,7 +432,7 @@ def resume_all(directory: Path) -> None:
         engine = make(family)
         for number in range(TURNS):
             name = f"{family}-{number}"
-            with ColiFile.open(directory / f"{name}.coli_kv", geometry(family)) as file:
+            with ColiFile.open(directory / f"{name}.coli_kv", Geometry.of(engine.capture())) as file:
                 take_up(engine, file.load())
             results |= {f"{name}.{part}": value for part, value in go_on(engine, AFTER)._asdict().items()}
     np.savez(directory / "found.npz", **results)

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.errors import DamagedError, FormatError
-from kvsnap.formats.colikv.header import DEEPSEEK_MAGIC, HEADER_SIZE, MAX_LAYERS, MAX_WIDTH
+from kvsnap.formats.colikv.geometry import MAX_LAYERS, MAX_WIDTH
+from kvsnap.formats.colikv.header import DEEPSEEK_MAGIC, HEADER_SIZE
 from kvsnap.formats.colikv.records import ByteSource
 
 __all__ = ["DeepSeekFile", "DeepSeekLayer", "ratio_checksum", "read_deepseek"]

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.files import Reader, replacing
 from kvsnap.formats.colikv.deepseek import read_deepseek
+from kvsnap.formats.colikv.geometry import Geometry
 from kvsnap.formats.colikv.header import (
     DEEPSEEK_MAGIC,
     HEADER_SIZE,
-    Geometry,
     encoding_of,
     is_colikv,
     parse_header,
@@ -59,31 +59,41 @@ def load(
     path: str | os.PathLike[str],
     *,
     geometry: Geometry | None = None,
+    like: Snapshot | None = None,
     index_layers: Sequence[int] | None = None,
     dialect: str | None = None,
 ) -> Snapshot:
     """Open a file without a lock and return its usable records; rows are read when they are first used.
 
-    A file that is written to in between is noticed then (`ConflictError`). With `geometry` the file must be of that
-    model (`CompatibilityError` naming each number); `index_layers` says which layers own the index rows, `dialect`
+    A file that is written to in between is noticed then (`ConflictError`). With `geometry`, or with a snapshot that it
+    must be `like` (`engine.capture()` of the model, empty or not), the file must be of that model (`CompatibilityError`
+    naming each number); `index_layers` says which layers own the index rows, where none of the two does; `dialect`
     (`fp8` or `watermark`) what a COLIKV2 file is where its size does not tell. Raise `MissingError`, `InputError` (a
     symbolic link), `FormatError`, `VersionError`, `DamagedError` (cut off inside the header), `UnsupportedError`.
     """
     text = os.fspath(path)
+    model = _model(geometry, like)
     reader = Reader(text, follow_symlinks=False)
-    return _snapshot(reader, reader.size, text, geometry, index_layers, dialect)
+    return _snapshot(reader, reader.size, text, model, index_layers, dialect)
 
 
 def loads(
     data: bytes | bytearray | memoryview,
     *,
     geometry: Geometry | None = None,
+    like: Snapshot | None = None,
     index_layers: Sequence[int] | None = None,
     dialect: str | None = None,
 ) -> Snapshot:
     """Return the usable records in these bytes, as `load` does. `data` must not change while the snapshot is used."""
     size = memoryview(data).nbytes
-    return _snapshot(BytesSource(data), size, None, geometry, index_layers, dialect)
+    return _snapshot(BytesSource(data), size, None, _model(geometry, like), index_layers, dialect)
+
+
+def _model(geometry: Geometry | None, like: Snapshot | None) -> Geometry | None:
+    if geometry is not None and like is not None:
+        raise InputError("the model is told twice: give geometry or like")
+    return geometry if like is None else Geometry.of(like)
 
 
 def _chosen(snapshot: Snapshot, codec: str | None, version: int | None) -> Encoding:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvsnap.errors import CompatibilityError, DamagedError, FormatError, InputError, UnsupportedError, VersionError
+from kvsnap.formats.colikv.geometry import Geometry, limits_of
 from kvsnap.formats.colikv.rows import Encoding, rotates
 from kvsnap.identity import Compatibility, FieldCheck
 
-__all__ = ["HEADER_SIZE", "Geometry", "Header", "encoding_of", "is_colikv", "parse_header"]
+__all__ = ["HEADER_SIZE", "Header", "encoding_of", "is_colikv", "parse_header"]
 
 HEADER_SIZE = 40
 COUNT_AT = 32
@@ -22,78 +23,7 @@ _MAGIC = {b"COLIKV1\0": 1, b"COLIKV2\0": 2, b"COLIKV3\0": 3}
 _SYNTARA = b"SYNTARAK"
 _WORDS = struct.Struct("<8s8i")
 
-# Far above any model; a header that says more would make one object per layer before a byte of it is read.
-MAX_LAYERS = 1 << 12
-MAX_WIDTH = 1 << 20
-MAX_INT = (1 << 31) - 1
 MAX_RECORDS = 1 << 22
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
-    """What a model must agree with: the numbers of the header, and which layers own index rows.
-
-    `index_layers` are layer numbers in order; None when it is not known which they are (`index_count` then says how
-    many). `index_count` may be given without an index width: buffers of a model that does not use them. `has_draft`
-    tells that the model has a draft (MTP) layer, whose rows are never stored; it is not part of the file.
-    """
-
-    n_layers: int
-    kv_lora: int
-    qk_rope: int
-    vocab: int
-    index_width: int = 0
-    index_layers: tuple[int, ...] | None = None
-    index_count: int = 0
-    has_draft: bool = False
-
-    def __post_init__(self) -> None:
-        if self.index_layers is not None:
-            chosen = check_index_layers(self.index_layers, self.n_layers)
-            object.__setattr__(self, "index_layers", chosen)
-            if self.index_count not in {0, len(chosen)}:
-                raise InputError("index_count and index_layers differ", expected=len(chosen), found=self.index_count)
-            object.__setattr__(self, "index_count", len(chosen))
-        numbers = (self.n_layers, self.kv_lora, self.qk_rope, self.index_width, self.index_count, self.vocab)
-        for name, _, value, low, high in _limits(numbers):
-            if not low <= value <= high:
-                raise InputError(f"geometry: {name} out of range", expected=f"{low} to {high}", found=value)
-
-    @property
-    def index_rows(self) -> int:
-        """Index rows in one record: none without an index width, whatever the count says."""
-        return self.index_count if self.index_width > 0 else 0
-
-    @property
-    def index_owners(self) -> tuple[int, ...] | None:
-        """The layers whose index rows are stored, or None where that is not known."""
-        if not self.index_rows:
-            return ()
-        if self.index_layers is None and self.index_count == self.n_layers:
-            return tuple(range(self.n_layers))
-        return self.index_layers
-
-
-def check_index_layers(layers: Sequence[int], n_layers: int) -> tuple[int, ...]:
-    """Return the layer numbers as a tuple; raise `InputError` unless they ascend within the model."""
-    chosen = tuple(int(layer) for layer in layers)
-    if list(chosen) != sorted(set(chosen)) or (chosen and not 0 <= chosen[0] <= chosen[-1] < n_layers):
-        expected = f"ascending layer numbers from 0 to {n_layers - 1}"
-        raise InputError("index_layers are not layers of this model", expected=expected, found=list(chosen))
-    return chosen
-
-
-def _limits(numbers: Sequence[int]) -> tuple[tuple[str, int, int, int, int], ...]:
-    """Name, offset in the header, value, lowest and highest allowed value of each of the six numbers."""
-    n_layers, kv_lora, qk_rope, index_width, index_count, vocab = numbers
-    return (
-        ("n_layers", 8, n_layers, 1, MAX_LAYERS),
-        ("kv_lora", 12, kv_lora, 1, MAX_WIDTH),
-        ("qk_rope", 16, qk_rope, 0, MAX_WIDTH),
-        ("index width", 20, index_width, 0, MAX_WIDTH),
-        ("index layer count", 24, index_count, 0, n_layers if index_width else MAX_INT),
-        ("vocabulary size", 28, vocab, 0, MAX_INT),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +182,7 @@ def _meant(plain: Header, path: str | None, dialect: str | None) -> Header:
 
 
 def _geometry(numbers: Sequence[int], path: str | None) -> Geometry:
-    for name, offset, value, low, high in _limits(numbers):
+    for name, offset, value, low, high in limits_of(numbers):
         if not low <= value <= high:
             expected = f"{low} to {high}"
             raise FormatError(f"header: {name} out of range", path=path, offset=offset, expected=expected, found=value)

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from kvsnap.errors import CompatibilityError, ConflictError, ContextError, InputError, KvsnapError, MissingError
 from kvsnap.files import Appender, write_whole
-from kvsnap.formats.colikv.header import HEADER_SIZE, Geometry, Header, new_header, parse_header
+from kvsnap.formats.colikv.geometry import Geometry
+from kvsnap.formats.colikv.header import HEADER_SIZE, Header, new_header, parse_header
 from kvsnap.formats.colikv.originals import MODES, original_outcome
 from kvsnap.formats.colikv.reading import requantised, snapshot_of, with_index_layers
 from kvsnap.formats.colikv.records import Rows, columns_of, read_columns, read_tokens
@@ -95,8 +96,10 @@ class OpenColiFile:
         missing or empty file is made, with a valid header and no records. `encoding` is how rows are to be stored: the
         default of a new file is float32, of an existing one its own; a float32 file opened with another encoding is
         rewritten in it, whole, by the next append. `context` and `draft_reserve` (tokens) set the limit that `load`
-        refuses. `mode`: `safe`; `original-v1` and `original-latest` ignore what the first and the latest published
-        reader ignore (then nothing is loaded and `outcome` says why).
+        refuses. `mode`: in `safe` a file that is not of this model, or cannot be read, is an error; in
+        `original-v1` (the first published reader: version 1 only) and `original-latest` (versions 2 and 3 too, when
+        opened with their `encoding`) nothing of it is loaded, `outcome` says why, and an append is refused or starts
+        over, as the table in docs/formats/colikv.md section 5 says. Both need `geometry`.
 
         Raise `MissingError`, `BusyError`, `CompatibilityError` naming each number that differs, `FormatError`,
         `DamagedError` (cut off inside the header), `UnsupportedError` (DeepSeek V4), `InputError` (a symbolic link).

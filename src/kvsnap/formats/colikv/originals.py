@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 
-from kvsnap.formats.colikv.header import HEADER_SIZE, Geometry, Header
+from kvsnap.formats.colikv.geometry import Geometry
+from kvsnap.formats.colikv.header import HEADER_SIZE, Header
 from kvsnap.formats.colikv.rows import Encoding
 
 __all__ = ["MODES", "original_outcome"]

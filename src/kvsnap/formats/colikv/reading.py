@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.errors import CompatibilityError, InputError
-from kvsnap.formats.colikv.header import Geometry, Header, check_index_layers
+from kvsnap.formats.colikv.geometry import UNASSIGNED, Geometry, check_index_layers
+from kvsnap.formats.colikv.header import Header
 from kvsnap.formats.colikv.records import (
     ByteSource,
     Column,
@@ -27,9 +28,10 @@ from kvsnap.identity import Identity
 from kvsnap.layout import Layer, PositionRun, Run, Snapshot, Tensor, TensorSpec
 from kvsnap.tensors import Source
 
-__all__ = ["assign_index_layers", "foreign_rows", "notes_of", "requantised", "snapshot_of", "with_index_layers"]
-
-UNASSIGNED = "index_rows"
+__all__ = [
+    "assign_index_layers", "assign_like", "foreign_rows", "has_loose_rows", "notes_of", "requantised", "snapshot_of",
+    "with_index_layers",
+]  # fmt: skip
 
 
 def with_index_layers(header: Header, layers: Sequence[int] | None, path: str | None = None) -> Header:
@@ -236,6 +238,23 @@ def assign_index_layers(snapshot: Snapshot, layers: Sequence[int]) -> Snapshot:
             number += 1
         out.append(replace(layer, tensors=tuple(own)))
     return replace(snapshot, layers=tuple(out))
+
+
+def has_loose_rows(snapshot: Snapshot) -> bool:
+    """Tell whether index rows were kept apart because the file does not say which layers own them."""
+    return any(t.name == UNASSIGNED and t.role == "other" for t in snapshot.tensors())
+
+
+def assign_like(snapshot: Snapshot, like: Snapshot) -> Snapshot:
+    """Give index rows that were kept apart to the layers that own some in `like`, as `engine.capture()` tells it.
+
+    A snapshot without such rows is returned as it is. Raise `CompatibilityError` for another number of layers.
+    """
+    if not has_loose_rows(snapshot):
+        return snapshot
+    if like.num_layers != snapshot.num_layers:
+        raise CompatibilityError("another number of layers", expected=like.num_layers, found=snapshot.num_layers)
+    return assign_index_layers(snapshot, [layer.index for layer in like.layers if layer.tensor("index") is not None])
 
 
 def _renumbered(tensor: Tensor, number: int) -> Tensor:

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.errors import InputError, UnsupportedError
-from kvsnap.formats.colikv.header import Geometry, new_header
-from kvsnap.formats.colikv.reading import UNASSIGNED
+from kvsnap.formats.colikv.geometry import Geometry, found_in, vocabulary_of
+from kvsnap.formats.colikv.header import new_header
 from kvsnap.formats.colikv.records import Column, LazyRows, Records, Rows, columns_of, pack_records, step_of
 from kvsnap.formats.colikv.rows import Encoding
-from kvsnap.layout import Layer, Snapshot, Tensor
+from kvsnap.layout import Snapshot, Tensor
 from kvsnap.protocols import Loss, Progress, Sink
 from kvsnap.tensors import numpy_dtype, read_all
 
@@ -32,8 +32,6 @@ __all__ = [
 
 # Decoded bytes of the tensors that are in memory at once while a file is written.
 _GROUP = 64 << 20
-# Types whose every value is a float32 too.
-_EXACT = {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,36 +55,23 @@ def content_of(snapshot: Snapshot, vocab: int | None = None, *, for_writing: boo
     Raise `UnsupportedError` naming the layer that does not fit (no latent rows, or of another width than the first),
     `InputError` when the vocabulary size is not known. Reads no tensor bytes.
     """
-    if not snapshot.layers:
-        raise UnsupportedError("a .coli_kv file holds rows of at least one layer; this snapshot has none")
-    pairs = [_latent_pair(snapshot, layer) for layer in snapshot.layers]
-    widths = (_width(pairs[0][0]), _width(pairs[0][1]))
-    for layer, (latent, rope) in zip(snapshot.layers, pairs, strict=True):
-        if (_width(latent), _width(rope)) != widths:
-            raise UnsupportedError(
-                f"layer {layer.index}: all layers of a .coli_kv file have rows of the same widths",
-                expected=f"latent {widths[0]}, rope {widths[1]}", found=f"latent {_width(latent)}, rope {_width(rope)}",
-            )  # fmt: skip
-    owners, index, index_width, index_count = _index(snapshot)
+    found = found_in(snapshot)
     n = snapshot.n_rows
     if len(snapshot.tokens) - snapshot.n_pending != n:
         raise UnsupportedError(
             "each record holds a token id: the ids of some rows are not stored in this snapshot",
             expected=f"{n} ids of evaluated tokens", found=len(snapshot.tokens) - snapshot.n_pending,
         )  # fmt: skip
-    known = vocab if vocab is not None else _vocabulary(snapshot)
+    known = vocab if vocab is not None else vocabulary_of(snapshot)
     if known is None and for_writing:
         raise InputError("the vocabulary size of the model is not known, and the header needs it: give vocab")
-    geometry = Geometry(
-        n_layers=snapshot.num_layers, kv_lora=widths[0], qk_rope=widths[1], vocab=known or 0, index_width=index_width,
-        index_layers=owners, index_count=index_count,
-    )  # fmt: skip
+    geometry = found.geometry(known or 0)
     ids = check_ids(snapshot.tokens[: len(snapshot.tokens) - snapshot.n_pending], known or 0)
-    flat: list[tuple[Tensor | None, int | None]] = [(t, None) for pair in pairs for t in pair]
-    used = {id(t) for t, _ in [*flat, *index] if t is not None}
+    flat: list[tuple[Tensor | None, int | None]] = [(t, None) for pair in found.pairs for t in pair]
+    used = {id(t) for t, _ in [*flat, *found.index] if t is not None}
     left_out = tuple(t for t in snapshot.tensors() if id(t) not in used)
     as_latent = tuple(layer.index for layer in snapshot.layers if layer.kind != "latent")
-    return Content(geometry, ids, (*flat, *index), left_out, as_latent)
+    return Content(geometry, ids, (*flat, *found.index), left_out, as_latent)
 
 
 def check_ids(tokens: Sequence[int] | npt.NDArray[Any], vocab: int) -> npt.NDArray[np.int32]:
@@ -112,77 +97,6 @@ def float_rows(values: Any, n_rows: int, width: int, what: str) -> Rows:
     if array.shape != (n_rows, width):
         raise InputError(f"{what}: rows of another shape", expected=[n_rows, width], found=list(array.shape))
     return array.astype(np.float32, copy=False)
-
-
-# -- what fits ----------------------------------------------------------------------------------------------
-
-
-def _latent_pair(snapshot: Snapshot, layer: Layer) -> tuple[Tensor, Tensor | None]:
-    pair: tuple[Tensor | None, Tensor | None] = (layer.tensor("latent"), layer.tensor("rope"))
-    if layer.kind == "attention" and layer.num_heads == 1 and layer.shares is None:
-        # One head: keys and values as two rows. A file of another format may have no values at all.
-        values = layer.tensor("v")
-        pair = (layer.tensor("k"), None if values is None or (values.n_rows == 0 < snapshot.n_rows) else values)
-    latent, rope = pair
-    if latent is None or layer.shares is not None:
-        raise UnsupportedError(
-            f"layer {layer.index} ({layer.kind}) has no latent rows of its own; a .coli_kv file holds nothing else",
-            expected="latent", found=layer.kind,
-        )  # fmt: skip
-    _require_rows(snapshot, layer, latent)
-    if rope is not None:
-        _require_rows(snapshot, layer, rope)
-    return latent, rope
-
-
-def _require_rows(snapshot: Snapshot, layer: Layer, tensor: Tensor) -> None:
-    spec = tensor.spec
-    others = [s for axis, s in enumerate(spec.shape) if axis not in {spec.row_axis, len(spec.shape) - 1}]
-    if spec.growth != "grow" or spec.tokens_per_row != 1 or any(s != 1 for s in others) or spec.row_axis < 0:
-        raise UnsupportedError(f"layer {layer.index}: {tensor.name} is not one row for each token", found=spec.growth)
-    if spec.row_axis == len(spec.shape) - 1:
-        raise UnsupportedError(f"layer {layer.index}: {tensor.name} has its rows along the last axis")
-    if spec.dtype not in _EXACT:
-        raise UnsupportedError(f"layer {layer.index}: {tensor.name} is no float32 row", found=spec.dtype)
-    if tensor.start + tensor.n_rows != snapshot.n_rows or tensor.start > snapshot.row_start:
-        raise UnsupportedError(
-            f"layer {layer.index}: {tensor.name} does not hold a row for each token", expected=snapshot.n_rows,
-            found=f"rows {tensor.start} to {tensor.start + tensor.n_rows}",
-        )  # fmt: skip
-
-
-def _width(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else int(tensor.spec.shape[-1])
-
-
-def _index(
-    snapshot: Snapshot,
-) -> tuple[tuple[int, ...] | None, list[tuple[Tensor | None, int | None]], int, int]:
-    """Owners, tensors, width and count of the index rows."""
-    loose = next((t for t in snapshot.tensors() if t.name == UNASSIGNED and t.role == "other"), None)
-    if loose is not None:
-        count = int(loose.spec.shape[1])
-        return None, [(loose, place) for place in range(count)], _width(loose), count
-    own = [(layer, t) for layer in snapshot.layers if (t := layer.tensor("index")) is not None]
-    if not own:
-        stated = snapshot.source.get("header", {}) if snapshot.source.get("format") == "colikv" else {}
-        return None, [], 0, int(stated.get("index_layer_count", 0)) if stated.get("index_width") == 0 else 0
-    width = _width(own[0][1])
-    for layer, tensor in own:
-        _require_rows(snapshot, layer, tensor)
-        if _width(tensor) != width:
-            found = _width(tensor)
-            raise UnsupportedError(f"layer {layer.index}: index rows differ in width", expected=width, found=found)
-    return tuple(layer.index for layer, _ in own), [(t, None) for _, t in own], width, len(own)
-
-
-def _vocabulary(snapshot: Snapshot) -> int | None:
-    if snapshot.source.get("format") == "colikv":
-        return int(snapshot.source["header"]["vocab"])
-    stated = {name.rsplit(".", 1)[-1]: value for name, value in snapshot.identity.config}
-    if stated.get("vocab_size", "").isdigit():
-        return int(stated["vocab_size"])
-    return int(snapshot.logits.spec.shape[-1]) if snapshot.logits is not None else None
 
 
 def stored_records(snapshot: Snapshot) -> Records | None:
