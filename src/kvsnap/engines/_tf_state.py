@@ -20,7 +20,8 @@ class Line:
     """One sequence: its ids, of which the last `n_pending` are not evaluated, and the logits behind the last row.
 
     `select` are the rows of the cache that belong to it, in order; None: the first `n_rows`. `tokens` may be fewer than
-    `n_rows + n_pending` where a foreign file kept the last ids only.
+    `n_rows + n_pending` where a foreign file kept the last ids only. `again` is True when the first pending id had been
+    evaluated before: it takes a pass of its own, as a step does, so that what follows it is split as it was.
     """
 
     tokens: tuple[int, ...] = ()
@@ -29,6 +30,7 @@ class Line:
     n_pending: int = 0
     logits: npt.NDArray[Any] | None = None
     select: tuple[int, ...] | None = None
+    again: bool = False
 
     @property
     def positions(self) -> int:
@@ -50,12 +52,12 @@ class Line:
 
     def evaluated(self, logits: npt.NDArray[Any]) -> Line:
         """Return the sequence with nothing pending."""
-        return replace(self, n_rows=self.positions, n_pending=0, logits=logits)
+        return replace(self, n_rows=self.positions, n_pending=0, logits=logits, again=False)
 
     def without_last_row(self) -> Line:
         """Return the sequence with its last evaluated id pending again."""
         return replace(
-            self, n_rows=self.n_rows - 1, n_pending=self.n_pending + 1, logits=None,
+            self, n_rows=self.n_rows - 1, n_pending=self.n_pending + 1, logits=None, again=True,
             select=None if self.select is None else self.select[:-1],
         )  # fmt: skip
 

@@ -127,8 +127,9 @@ class TransformersEngine:
     def _evaluate(self, cache: Any, line: Line, progress: Progress | None = None) -> Line:
         ids, total = line.pending, line.n_pending
         logits = line.logits
-        for first in range(0, total, self._step):
-            part = ids[first : first + self._step]
+        alone = int(line.again)
+        for first in (*range(alone), *range(alone, total, self._step)):
+            part = ids[first : first + (self._step if first or not alone else 1)]
             logits = self._model.evaluate(cache, part)
             self.forwards += 1
             self.evaluated += len(part)
