@@ -36,6 +36,7 @@ ROLES = (
     "k", "v", "latent", "rope", "index", "conv", "recurrent", "cross_k", "cross_v", "draft_k", "draft_v", "logits",
     "positions", "code", "scale", "residual", "other",
 )  # fmt: skip
+LAYER_KINDS = ("attention", "latent", "recurrent", "hybrid", "cross", "none")
 Growth = Literal["grow", "window", "replaced", "static"]
 RopeState = Literal["none", "before", "after", "unknown"]
 Pairing = Literal["", "half", "interleaved"]

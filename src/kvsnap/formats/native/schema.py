@@ -11,7 +11,18 @@ from typing import Any, NoReturn, get_args
 from kvsnap.errors import FormatError, InputError
 from kvsnap.formats.native.tables import canonical_json, parse_json
 from kvsnap.layout import RandomState, Sampler, SamplerState, Snapshot
-from kvsnap.tensors import DTYPES, ROLES, Growth, Layer, Pairing, RopeState, Tensor, TensorSpec, numpy_dtype
+from kvsnap.tensors import (
+    DTYPES,
+    LAYER_KINDS,
+    ROLES,
+    Growth,
+    Layer,
+    Pairing,
+    RopeState,
+    Tensor,
+    TensorSpec,
+    numpy_dtype,
+)
 
 __all__ = [
     "Geometry",
@@ -31,6 +42,7 @@ _CHOICES = {
     "growth": get_args(Growth),
     "rope": get_args(RopeState),
     "pairing": get_args(Pairing),
+    "kind": LAYER_KINDS,
 }
 
 
@@ -75,6 +87,10 @@ def geometry_of(snapshot: Snapshot) -> Geometry:
     for place, layer in enumerate(snapshot.layers):
         if layer.index != place:
             raise InputError("layers of a snapshot are out of order", expected=place, found=layer.index)
+        if layer.kind not in LAYER_KINDS:
+            raise InputError(
+                f"layer {place} is of an unknown kind", expected=f"one of {' '.join(LAYER_KINDS)}", found=layer.kind
+            )
         ids = tuple(t.spec.id for t in layer.tensors)
         layers.append(LayerShape(layer.kind, layer.num_query_heads, layer.shares, ids))
     return Geometry(snapshot.architecture, tuple(tensors), tuple(layers))
