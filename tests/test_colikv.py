@@ -829,6 +829,18 @@ def test_a_loaded_file_is_saved_as_it_was(name: str, group: int, monkeypatch: py
     assert {loss.what for loss in FORMAT.losses(snapshot)} <= left_out
 
 
+def test_index_rows_without_a_layer_do_not_keep_codes_from_being_copied(tmp_path: Path) -> None:
+    path, saved = copy("v2_fp8_dsa", tmp_path), tmp_path / "saved"
+    snapshot = load(path)
+    assert [t.name for t in snapshot.tensors() if t.role == "other"] == ["index_rows"]
+    assert save(snapshot, saved) == len(golden("v2_fp8_dsa"))
+    assert saved.read_bytes() == golden("v2_fp8_dsa")
+    (tmp_path / "b").mkdir()
+    other = load(copy("v2_fp8_dsa", tmp_path / "b"))
+    mixed = replace(snapshot, layers=(other.layers[0], *snapshot.layers[1:]))
+    assert dumps(mixed)[:8] == b"COLIKV1\0", "rows of two files are no file that could be copied"
+
+
 @pytest.mark.parametrize("name", ["v2_fp8", "v2_fp8_dsa", "v2_invalid_codes", "v3_polar", "v3_rotated_int4"])
 def test_stored_codes_are_copied_and_never_encoded_again(name: str, tmp_path: Path) -> None:
     owners = tuple(sidecar(name)["reader"]["index_layers"]) or None

@@ -29,8 +29,8 @@ from kvsnap.layout import Layer, PositionRun, Run, Snapshot, Tensor, TensorSpec
 from kvsnap.tensors import Source
 
 __all__ = [
-    "assign_index_layers", "assign_like", "foreign_rows", "has_loose_rows", "notes_of", "requantised", "snapshot_of",
-    "with_index_layers",
+    "Stacked", "assign_index_layers", "assign_like", "foreign_rows", "has_loose_rows", "notes_of", "requantised",
+    "snapshot_of", "with_index_layers",
 ]  # fmt: skip
 
 
@@ -141,14 +141,14 @@ def _identity(geometry: Geometry) -> Identity:
     return Identity(config=tuple(sorted(known.items())))
 
 
-class _Stacked:
-    """Index rows of layers that are not known: one tensor `[row, index row, dim]`."""
+class Stacked:
+    """Index rows of layers that are not known: one tensor `[row, index row, dim]` of all `rows`."""
 
     def __init__(self, columns: Sequence[Column], records: Records) -> None:
-        self._rows = [LazyRows(column, records) for column in columns]
+        self.rows = [LazyRows(column, records) for column in columns]
 
     def array(self) -> npt.NDArray[np.float32]:
-        return np.stack([rows.array() for rows in self._rows], axis=1)
+        return np.stack([rows.array() for rows in self.rows], axis=1)
 
     def read_into(self, out: npt.NDArray[np.float32]) -> None:
         np.copyto(out, self.array())
@@ -198,7 +198,7 @@ def snapshot_of(
         tensors[layer].append(Tensor(spec, values[column], n_rows=n, bound=bound))
     if loose:
         spec = _spec(len(placed), UNASSIGNED, 0, "other", (len(loose), loose[0].width))
-        stacked = _Stacked(loose, records)
+        stacked = Stacked(loose, records)
         tensors[0].append(Tensor(spec, stacked.array() if eager else stacked, n_rows=n))
     notes = notes_of(header, foreign_rows(source, header, tokens), has_draft=has_draft)
     return Snapshot(

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.formats.colikv.geometry import Geometry, found_in, vocabulary_of
 from kvsnap.formats.colikv.header import new_header
+from kvsnap.formats.colikv.reading import Stacked
 from kvsnap.formats.colikv.records import Column, LazyRows, Records, Rows, columns_of, pack_records, step_of
 from kvsnap.formats.colikv.rows import Encoding
 from kvsnap.layout import Snapshot, Tensor
@@ -107,15 +108,22 @@ def stored_records(snapshot: Snapshot) -> Records | None:
     records: Records | None = None
     columns: set[Column] = set()
     for tensor in snapshot.tensors():
-        rows = tensor.source if hasattr(tensor, "source") else None
-        if not isinstance(rows, LazyRows) or tensor.role != rows.column.role or tensor.start:
+        given = tensor.source if hasattr(tensor, "source") else None
+        if isinstance(given, Stacked) and not tensor.start:
+            # Index rows of layers that are not known: in the order of the record, as `_index` writes them.
+            records = records or given.rows[0].batch
+            if any(rows.batch is not records for rows in given.rows):
+                return None
+            columns.update(rows.column for rows in given.rows)
+            continue
+        if not isinstance(given, LazyRows) or tensor.role != given.column.role or tensor.start:
             return None
-        records = records or rows.batch
+        records = records or given.batch
         owners = records.header.geometry.index_owners
-        place = rows.column.number if rows.column.role != "index" else owners[rows.column.number] if owners else -1
-        if rows.batch is not records or place != tensor.spec.layer:
+        place = given.column.number if given.column.role != "index" else owners[given.column.number] if owners else -1
+        if given.batch is not records or place != tensor.spec.layer:
             return None
-        columns.add(rows.column)
+        columns.add(given.column)
     if records is None or records.n_records != snapshot.n_rows or columns != set(columns_of(records.header)):
         return None
     return records if records.header.dialect == "colibri" and not records.header.is_lossy_width else None
