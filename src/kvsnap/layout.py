@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -310,7 +311,8 @@ class Snapshot:
     def save(self, path: str | os.PathLike[str], **options: Any) -> Any:
         """Save to `path`; the same as `kvsnap.save(snapshot, path, **options)`."""
         if "save" not in _hooks:
-            raise UnsupportedError("saving needs the formats: import kvsnap, not kvsnap.layout alone")
+            # The package loads its functions with the first name that is used, which may not have happened yet.
+            _ = sys.modules[__name__.partition(".")[0]].save
         return _hooks["save"](self, path, **options)
 
     def __repr__(self) -> str:
