@@ -7,6 +7,7 @@ tests let the safetensors library judge what is written.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from kvsnap.files import Reader
 from kvsnap.formats.foreign import foreign_losses
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.read import BytesReader, FileReader
+from kvsnap.formats.native.sources import MAX_VALUES
 from kvsnap.identity import Identity
 from kvsnap.layout import PositionRun, Run, Snapshot, Tensor
 from kvsnap.protocols import Loss, Progress, Sink
@@ -131,7 +133,7 @@ class SafetensorsFormat:
                 path=file.path,
                 expected=f"__metadata__.{_KEY}",
             )
-        about = _object(metadata[_KEY].encode(), file.path, "metadata")
+        about = _object(metadata[_KEY], file.path, "metadata")
         if about.get("version") != _VERSION:
             raise VersionError(
                 "another version of these keys", path=file.path, expected=_VERSION, found=about.get("version")
@@ -187,9 +189,9 @@ def _metadata(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def _object(raw: bytes, path: str | None, what: str) -> dict[str, Any]:
+def _object(raw: bytes | str, path: str | None, what: str) -> dict[str, Any]:
     try:
-        data = json.loads(raw.decode())
+        data = json.loads(raw if isinstance(raw, str) else raw.decode())
     except (ValueError, RecursionError) as error:
         raise FormatError(
             f"the {what} of a safetensors file is not JSON", path=path, offset=8, found=str(error)
@@ -213,15 +215,18 @@ def _header(file: FileReader) -> tuple[dict[str, Any], int]:
 def _entries(header: Mapping[str, Any], file: FileReader, start: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
     out = {}
     for name, entry in header.items():
-        if not isinstance(entry, dict) or entry.get("dtype") not in _NAMES:
+        code = entry.get("dtype") if isinstance(entry, dict) else None
+        if not isinstance(code, str) or code not in _NAMES:
             raise FormatError(f"{name}: not a tensor of a known dtype", path=file.path, offset=8)
         shape, span = _naturals(entry.get("shape"), 8), _naturals(entry.get("data_offsets"), 2)
         if shape is None or span is None or len(span) != 2:
             raise FormatError(f"{name}: shape or offsets are not lists of integers", path=file.path, offset=8)
-        dtype = _NAMES[entry["dtype"]]
+        dtype = _NAMES[code]
         nbytes = numpy_dtype(dtype).itemsize
         for size in shape:
             nbytes *= size
+        if math.prod(max(size, 1) for size in shape) > MAX_VALUES:  # an empty axis among them makes it no bytes
+            raise FormatError(f"{name}: an impossible shape", path=file.path, offset=8, found=shape)
         if span[1] - span[0] != nbytes or start + span[1] > file.size:
             raise FormatError(
                 f"{name}: offsets do not fit", path=file.path, offset=8, expected=f"{nbytes} bytes", found=span
@@ -239,11 +244,14 @@ def _naturals(values: Any, most: int) -> list[int] | None:
 def _starts(about: Mapping[str, Any], count: int, path: str | os.PathLike[str] | None) -> Sequence[tuple[int, float]]:
     rows = about.get("starts")
     good = isinstance(rows, list) and len(rows) == count
-    if not good or not all(
-        isinstance(r, list) and len(r) == 2 and type(r[0]) is int and type(r[1]) in (int, float) for r in rows or ()
-    ):
+    if not good or not all(isinstance(r, list) and len(r) == 2 and _is_start(*r) for r in rows or ()):
         raise FormatError("metadata: starts is not a list of [first row, bound]", path=path, offset=8)
     return [(row[0], float(row[1])) for row in rows or ()]
+
+
+def _is_start(first: Any, bound: Any) -> bool:
+    sane = type(bound) is float or (type(bound) is int and bound < 2**53)
+    return type(first) is int and 0 <= first < 2**31 and sane and bound >= 0
 
 
 def _tokens(known: Mapping[str, tuple[str, tuple[int, ...], int]], file: FileReader) -> tuple[int, ...]:
@@ -255,14 +263,20 @@ def _tokens(known: Mapping[str, tuple[str, tuple[int, ...], int]], file: FileRea
     return tuple(np.frombuffer(file.read_at(offset, 4 * shape[0]), "<i4").tolist())
 
 
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.60} is no whole number")
+    return value
+
+
 def _build(
     about: Mapping[str, Any], geometry: schema.Geometry, tensors: dict[int, Tensor], logits: Tensor | None,
     tokens: tuple[int, ...], path: str | None,
 ) -> Snapshot:  # fmt: skip
     try:
-        runs = tuple(Run(kind, int(count)) for kind, count in about["runs"])
-        positions = tuple(PositionRun(int(first), int(count)) for first, count in about["positions"])
-        counts = {name: int(about[name]) for name in ("n_rows", "n_pending", "token_offset")}
+        runs = tuple(Run(kind, _whole(count)) for kind, count in about["runs"])
+        positions = tuple(PositionRun(_whole(first), _whole(count)) for first, count in about["positions"])
+        counts = {name: _whole(about[name]) for name in ("n_rows", "n_pending", "token_offset")}
         text = about.get("text")
         metadata = {str(k): str(v) for k, v in about.get("metadata", {}).items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
-from kvsnap.errors import FormatError, InputError
+from kvsnap.errors import FormatError, InputError, UnsupportedError
 from kvsnap.formats.native.tables import canonical_json, parse_json
 from kvsnap.layout import RandomState, Sampler, SamplerState, Snapshot
 from kvsnap.tensors import (
@@ -97,9 +97,9 @@ def geometry_of(snapshot: Snapshot) -> Geometry:
 
 
 def pack_layout(geometry: Geometry) -> bytes:
-    """Return the payload of a LAYOUT record."""
+    """Return the payload of a LAYOUT record. Raise `UnsupportedError` for what no reader would take."""
     names = TensorSpec.__dataclass_fields__
-    return canonical_json(
+    payload = canonical_json(
         {
             "architecture": geometry.architecture,
             "tensors": [{name: getattr(spec, name) for name in names} for spec in geometry.tensors],
@@ -115,6 +115,11 @@ def pack_layout(geometry: Geometry) -> bytes:
             ],
         }
     )
+    try:
+        parse_layout(payload, None, 0)  # numbers of a foreign file may be beyond the limits of ours
+    except FormatError as error:
+        raise UnsupportedError(error.message, expected=error.expected, found=error.found) from error
+    return payload
 
 
 class _Reader:
