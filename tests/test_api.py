@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,22 @@ def test_what_changes_bits_is_not_called_exact(saved: Path) -> None:
         done = kvsnap.restore(snapshot, kvsnap.connect(tiny_llama()))
     assert not done.exact
     assert any("sdp" in note for note in done.notes)
+
+
+def test_who_knows_the_weights_of_a_foreign_file_may_say_so(engine: Any, tmp_path: Path) -> None:
+    list(kvsnap.generate(engine, PROMPT, max_tokens=6))
+    path = tmp_path / "a.kv"
+    captured = kvsnap.capture(engine, settle=True)
+    captured.save(path, format="mlxkv")
+    expected = ids(engine, 8)
+    other = kvsnap.connect(tiny_llama())
+    foreign = kvsnap.load(path)
+    with pytest.raises(CompatibilityError, match="weights: unknown"):
+        kvsnap.restore(foreign, other)
+    assert not kvsnap.restore(foreign, other, accept=["weights"]).exact
+    declared = replace(foreign, identity=captured.identity)
+    assert kvsnap.restore(declared, other).exact
+    assert ids(other, 8) == expected
+    changed = kvsnap.connect(tiny_llama(seed=1))
+    with pytest.raises(CompatibilityError, match="weights differ"):
+        kvsnap.restore(declared, changed)
