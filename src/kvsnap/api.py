@@ -81,6 +81,8 @@ def capture(engine: Engine, *, row: int = 0, start: int = 0, settle: bool = Fals
     if settle:
         engine.settle()
     snapshot = engine.capture(start=start, row=row)
+    if snapshot.text is not None:
+        return snapshot
     try:
         return replace(snapshot, text=engine.detokenize(snapshot.tokens))
     except InputError:  # no tokenizer: ids are all there is
