@@ -543,3 +543,30 @@ def test_the_text_of_the_demo_is_in_the_package() -> None:
 
     assert 7_000 < len(_text()) < 12_000
     assert _text().startswith("What a language model remembers")
+
+
+# -- output that nobody takes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["a reader that left", "/dev/full"])
+def test_what_was_generated_is_saved_when_output_is_lost(models: Path, tmp_path: Path, to: str) -> None:
+    if to == "/dev/full" and not Path(to).exists():
+        pytest.skip("no such device here")
+    target = tmp_path / "a.kvsnap"
+    command = [sys.executable, "-m", "kvsnap", "generate", "hello there", "--max-tokens", "60", "--save", str(target),
+               "--model", str(models / "a")]  # fmt: skip
+    if to == "/dev/full":
+        with open(to, "w", encoding="utf-8") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert "standard output cannot be written" in done.stderr
+        code = done.returncode
+    else:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdout is not None
+        process.stdout.close()
+        code = process.wait()
+    assert code == 130
+    snapshot = kvsnap.load(target)
+    assert snapshot.generated
+    assert snapshot.n_pending == 0
+    assert kvsnap.verify(target).ok

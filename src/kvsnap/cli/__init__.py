@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -21,7 +22,7 @@ from kvsnap.cli._model import RefusedModelError
 from kvsnap.cli._output import CheckFailed, examples
 from kvsnap.cli._turn import INTERRUPTED, interruption
 from kvsnap.cli.demo import demo
-from kvsnap.errors import CompatibilityError, KvsnapError
+from kvsnap.errors import CompatibilityError, KvsnapError, StorageError
 
 __all__ = ["main", "root", "run"]
 
@@ -81,7 +82,8 @@ def _error_text(error: KvsnapError) -> str:
 
 def _fail(code: int, data: dict[str, Any], text: str, *, as_json: bool) -> int:
     if as_json:
-        print(json.dumps({"error": data}))
+        with suppress(OSError):  # a full disk behind stdout: the exit code has to do
+            print(json.dumps({"error": data}), flush=True)
     else:
         print(f"kvsnap: {' '.join(text.split())}", file=sys.stderr)
     return code
@@ -124,6 +126,10 @@ def run(args: Sequence[str] | None = None) -> int:
         # Whoever read has seen enough; the interpreter must not complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+    except OSError as error:  # from printing: files raise errors of their own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        told = _other_data("storage", f"standard output cannot be written: {error.strerror}", StorageError.exit_code)
+        return _fail(StorageError.exit_code, told, told["message"], as_json=as_json)
     except Exception as error:  # noqa: BLE001 # the rim: whatever gets here is a bug, and the user sees one line
         return _bug(error, as_json=as_json)
     return 0
@@ -131,6 +137,9 @@ def run(args: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Run the command line of this process."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this process
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 # for the whole process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to lose a run

@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import math
+import os
 import shutil
 import sys
 import textwrap
@@ -79,6 +80,21 @@ def finite(value: Any) -> Any:
 def emit(data: Any) -> None:
     """Print data as JSON on stdout."""
     print(json.dumps(finite(data), indent=2, default=str))
+
+
+class OutputLostError(Exception):
+    """Standard output cannot be written any more: its reader is gone, or its disk is full."""
+
+
+def show(text: str) -> None:
+    """Write text to stdout at once. After a failure, which is told once, stdout leads nowhere."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            remark(f"kvsnap: standard output cannot be written: {error.strerror}")
+        raise OutputLostError from error
 
 
 def remark(text: str) -> None:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import kvsnap
 from kvsnap.api import Restored
-from kvsnap.cli._output import CheckFailed, count, emit, progress, remark, seconds, size, waiting
+from kvsnap.cli._output import (
+    CheckFailed,
+    OutputLostError,
+    count,
+    emit,
+    progress,
+    remark,
+    seconds,
+    show,
+    size,
+    waiting,
+)
 from kvsnap.errors import ContextError, InputError
 from kvsnap.layout import Sampler, SamplerState, Snapshot
 from kvsnap.protocols import Engine, Token
@@ -125,17 +137,18 @@ class Turn:
                     first_s, first_forwards = time.perf_counter() - started, engine.forwards - forwards
                 self.tokens.append(token)
                 if not self.as_json:
-                    print(token.text if as_text else f"{token.id} ", end="", flush=True)
+                    show(token.text if as_text else f"{token.id} ")
             self.stop = "end" if self.tokens and self.tokens[-1].end else "length"
-        except KeyboardInterrupt:
-            self.stop = "interrupted"
+        except (KeyboardInterrupt, OutputLostError):
+            self.stop = "interrupted"  # also when nobody reads any more: what was generated is saved all the same
         except ContextError:
             if not self.tokens:
                 raise
             self.stop = "context"
         finally:
             if self.tokens and not self.as_json:
-                print(flush=True)  # whatever comes next starts on a line of its own
+                with suppress(OutputLostError):
+                    show("\n")  # whatever comes next starts on a line of its own
         ended = time.perf_counter()
         waited = 0.0 if self.restored is None else self.restored.install_s + self.restored.identity_s
         self.facts.update(
