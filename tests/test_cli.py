@@ -608,3 +608,28 @@ def test_a_terminal_without_the_characters_gets_marks_instead(sealed: Path) -> N
         env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == "na?ve ??\n"
+
+
+def test_an_error_of_the_system_is_not_taken_for_lost_output(
+    kv: Call, sealed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "somewhere")
+
+    monkeypatch.setattr("kvsnap.inspect", denied)
+    done = kv("info", str(sealed))
+    assert done.code == 1
+    assert "a bug" in done.err
+    assert "somewhere" in done.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device here")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_disk_behind_stdout_is_told(sealed: Path, options: list[str]) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvsnap", "info", str(sealed), *options],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 14
+    assert "Traceback" not in done.stderr

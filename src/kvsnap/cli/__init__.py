@@ -5,6 +5,7 @@ This module is the rim: every error becomes one line on stderr (with `--json` an
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -97,6 +98,11 @@ def _bug(error: BaseException, *, as_json: bool) -> int:
     return _fail(1, _other_data("bug", what, 1), text, as_json=as_json)
 
 
+def _is_from_printing(error: OSError) -> bool:
+    """Tell whether stdout could not be written: opening a file names it, libraries give no number."""
+    return error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG)
+
+
 def run(args: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. Prints; raises nothing."""
     given = list(sys.argv[1:] if args is None else args)
@@ -126,7 +132,9 @@ def run(args: Sequence[str] | None = None) -> int:
         # Whoever read has seen enough; the interpreter must not complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
-    except OSError as error:  # from printing: files raise errors of their own
+    except OSError as error:
+        if not _is_from_printing(error):
+            return _bug(error, as_json=as_json)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         told = _other_data("storage", f"standard output cannot be written: {error.strerror}", StorageError.exit_code)
         return _fail(StorageError.exit_code, told, told["message"], as_json=as_json)
