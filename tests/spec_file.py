@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import struct
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +18,11 @@ import xxhash
 MAGIC = bytes.fromhex("894B56534E41500A")
 FOOTER_MAGIC = bytes.fromhex("4B56454E440D0A1A")
 IDENTITY, LAYOUT, SPAN, STATE, NOTE, INDEX, COMMIT, BASE = range(1, 9)
+FORKED = 2  # required feature bit 1
+BASE_NAMES = [
+    "file_id", "commit", "commit_offset", "digest", "n_entries", "n_tokens", "n_rows", "history_digest", "depth",
+    "reserved",
+]  # fmt: skip
 SIZES = {
     "float32": "<f4", "float16": "<f2", "bfloat16": ml_dtypes.bfloat16, "float64": "<f8", "int8": "i1", "uint8": "u1",
     "int16": "<i2", "int32": "<i4", "int64": "<i8", "bool": "?", "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
@@ -36,6 +42,11 @@ def h128(data: bytes) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+def chain(digest: bytes, ids: list[int], n_rows: int) -> bytes:
+    """The history digest behind one more entry."""
+    return h128(digest + struct.pack(f"<{len(ids)}i", *ids) + struct.pack("<Q", n_rows % 2**64))
+
+
 # -- reading ------------------------------------------------------------------------------------------------
 
 
@@ -45,24 +56,32 @@ def need(condition: bool, what: str) -> None:
 
 
 class SpecReader:
-    """Reads a whole, undamaged file at its last commit. `ValueError` for a broken rule."""
+    """Reads a whole, undamaged file at its last commit. `ValueError` for a broken rule.
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    A fork needs the `folder` in which its parents lie. `commit` (offset and digest) asks for an earlier commit.
+    """
+
+    def __init__(self, data: bytes, folder: Path | None = None, commit: tuple[int, bytes] | None = None) -> None:
+        self.data, self.folder = data, folder
         need(data[:8] == MAGIC, "magic")
         major, _minor, size = struct.unpack_from("<HHI", data, 8)
         required, _optional, use = struct.unpack_from("<QQB", data, 16)
-        need((major, size, required) == (1, 128, 0), "version")
+        need((major, size) == (1, 128) and required in {0, FORKED}, "version")
+        self.forked = required == FORKED
         need(not any(data[33:40]) and not any(data[72:120]), "reserved")
         need(struct.unpack_from("<Q", data, 120)[0] == h64(data[:120]), "header checksum")
         self.use, self.file_id = use, data[40:56]
         self.salt, self.created = struct.unpack_from("<Qq", data, 56)
-        end = len(data)
-        need(end % 64 == 0, "length")
-        self.footer = self._footer(end - 64)
-        self.commit_at = self.footer["commit_offset"]
-        self.commit = self._commit(self.commit_at, self.footer["digest"])
-        need(self.commit["number"] == self.footer["number"], "number")
+        need(use in {1, 2} and not (self.forked and use == 1), "use")
+        if commit is None:
+            need(len(data) % 64 == 0, "length")
+            self.footer = self._footer(len(data) - 64)
+            commit = (self.footer["commit_offset"], self.footer["digest"])
+        self.commit_at = commit[0]
+        self.commit = self._commit(*commit)
+        need(not hasattr(self, "footer") or self.commit["number"] == self.footer["number"], "number")
+        self.base = self._base(self.commit["base"]) if self.forked else None
+        self.parent = self._parent() if self.base else None
 
     def _footer(self, at: int) -> dict[str, Any]:
         raw = self.data[at : at + 64]
@@ -111,7 +130,9 @@ class SpecReader:
             "token_offset", "identity", "layout", "state", "note", "index", "index_kept", "base", "time", "digest",
         ]  # fmt: skip
         commit = dict(zip(names, struct.unpack_from("<QQ16sHHIQQQqQQQQQQQq16s", p), strict=True))
-        need(not any(p[152:192]) and len(p) == 192 + 64 * commit["n_tail"] and commit["base"] == 0, "commit")
+        need(not any(p[152:192]) and len(p) == 192 + 64 * commit["n_tail"], "commit")
+        need(bool(commit["base"]) == self.forked, "base of the commit")
+        need(commit["number"] > 1 or (commit["operation"] == 4) == self.forked, "operation of the first commit")
         commit["tail"] = self._entries(p[192:])
         return commit
 
@@ -125,9 +146,69 @@ class SpecReader:
         out = [self.commit]
         while out[-1]["previous"]:
             out.append(self._commit(out[-1]["previous"], out[-1]["previous_digest"]))
+        if self.forked:
+            same = {tuple(self._base(c["base"])[n] for n in BASE_NAMES[:4] + BASE_NAMES[8:9]) for c in out}
+            need(len(same) == 1, "all BASE records name one origin")
         return out
 
+    def _base(self, at: int) -> dict[str, Any]:
+        p = self.record(at, BASE)["payload"]
+        need(len(p) == 128, "length of base")
+        base = dict(zip(BASE_NAMES, struct.unpack("<16sQQ16sQQQ16sI36s", p), strict=True))
+        need(not any(base["reserved"]) and 1 <= base["depth"] <= 64, "base")
+        return base
+
+    def _parent(self) -> SpecReader:
+        """The parent at the commit that the fork starts from, with every check of section 19."""
+        assert self.base is not None
+        assert self.folder is not None
+        path = self.folder / f"{self.base['file_id'].hex()}.kvsnap"
+        need(not path.is_symlink() and path.is_file(), f"parent {path.name}")
+        head = path.read_bytes()
+        need(head[40:56] == self.base["file_id"] != self.file_id, f"file id of {path.name}")
+        (required,) = struct.unpack_from("<Q", head, 16)
+        need((self.base["depth"] == 1) == (required == 0), f"depth of {path.name}")
+        if required:  # before its own parent is opened: no cycle is followed
+            probe = object.__new__(SpecReader)
+            probe.data, probe.forked, (probe.salt,) = head, True, struct.unpack_from("<Q", head, 56)
+            found = probe._commit(self.base["commit_offset"], self.base["digest"])
+            need(probe._base(found["base"])["depth"] == self.base["depth"] - 1, f"depth of {path.name}")
+        parent = SpecReader(head, self.folder, (self.base["commit_offset"], self.base["digest"]))
+        need(parent.commit["number"] == self.base["commit"], f"commit of {path.name}")
+        return parent
+
+    def kept(self) -> list[tuple[SpecReader, dict[str, Any]]]:
+        """What BASE keeps of the live list of the parent, the last entry cut to what is kept of it."""
+        if self.base is None or self.parent is None:
+            return []
+        live = self.parent.live()
+        need(self.base["n_entries"] <= len(live), "entries kept")
+        live = live[: self.base["n_entries"]]
+        n_tokens, n_rows = self.base["n_tokens"], self.base["n_rows"]
+        digest = bytes(16)
+        if live:
+            before = live[:-1]
+            reader, last = live[-1]
+            n_tokens -= sum(e["n_tokens"] for _, e in before)
+            n_rows -= sum(e["n_rows"] for _, e in before)
+            need(0 <= n_tokens <= last["n_tokens"] and 0 <= n_rows <= last["n_rows"], "tokens and rows kept")
+            if (n_tokens, n_rows) != (last["n_tokens"], last["n_rows"]):
+                ids = reader.table(last["span"], SPAN)["ids"][:n_tokens]
+                digest = chain(before[-1][1]["digest"] if before else digest, ids, n_rows)
+                last = last | {"n_tokens": n_tokens, "n_rows": n_rows, "state": 0, "digest": digest}
+            digest = last["digest"]
+            live = [*before, (reader, last)]
+        else:
+            need(n_tokens == n_rows == 0, "tokens and rows kept")
+        need(digest == self.base["history_digest"], "history digest of what is kept")
+        return live
+
+    def live(self) -> list[tuple[SpecReader, dict[str, Any]]]:
+        """The whole live list, each entry with the file that it is of."""
+        return self.kept() + [(self, entry) for entry in self.entries()]
+
     def entries(self) -> list[dict[str, Any]]:
+        """The live entries of this file."""
         live: list[dict[str, Any]] = []
         if self.commit["index"]:
             p = self.record(self.commit["index"], INDEX)["payload"]
@@ -139,7 +220,17 @@ class SpecReader:
 
     def json(self, name: str, kind: int) -> Any:
         at = self.commit[name]
+        if not at and self.parent is not None:
+            return self.parent.json(name, kind)
         return json.loads(self.record(at, kind)["payload"]) if at else None
+
+    def state(self) -> tuple[SpecReader, int] | None:
+        """The STATE at the end of the history and the file in which it stands."""
+        if self.commit["state"]:
+            return self, self.commit["state"]
+        if self.base is not None and not self.entries() and (live := self.kept()) and live[-1][1]["state"]:
+            return live[-1][0], live[-1][1]["state"]
+        return None
 
     def table(self, at: int, kind: int) -> dict[str, Any]:
         record = self.record(at, kind)
@@ -209,13 +300,13 @@ class SpecReader:
         pieces: dict[str, list[Any]] = {}
         out: dict[str, Any] = {"ids": [], "kinds": [], "positions": [], "texts": [], "exact": True, "bound": 0.0}
         digest, rows = bytes(16), 0
-        for entry in self.entries():
-            t = self.table(entry["span"], SPAN)
+        for reader, entry in self.live():
+            t = reader.table(entry["span"], SPAN)
             need(entry["check"] == t["check"] and entry["row_start"] == t["row_start"] == rows, "entry")
             need(t["token_start"] == len(out["ids"]), "token_start")
             ids = t["ids"][: entry["n_tokens"]]
             need(len(ids) == entry["n_tokens"] and entry["n_rows"] <= t["n_rows"], "entry counts")
-            digest = h128(digest + struct.pack(f"<{len(ids)}i", *ids) + struct.pack("<Q", entry["n_rows"]))
+            digest = chain(digest, ids, entry["n_rows"])
             need(digest == entry["digest"], "history digest")
             out["ids"] += ids
             out["kinds"] += [k for k, count in t["runs"] for _ in range(count)][: len(ids)]
@@ -238,8 +329,8 @@ class SpecReader:
             for name, found in pieces.items()
         }
         out["sampler"] = out["random"] = out["logits"] = None
-        if self.commit["state"]:
-            t = self.table(self.commit["state"], STATE)
+        if found_state := self.state():
+            t = found_state[0].table(found_state[1], STATE)
             need(not t["ids"] and not t["runs"] and not t["positions"] and t["n_rows"] == 0, "state")
             need(t["row_start"] == rows, "row_start of the state")
             out["sampler"], out["random"] = t["meta"].get("sampler"), t["meta"].get("random")
@@ -460,3 +551,67 @@ class Minimal:
         at["commit"] = len(w.data)
         w.commit(fields | self.commit, tail, footer=self.footer)
         return w
+
+
+class MinimalFork:
+    """A fork of a file as the spec says, without entries of its own. Change a member, then `build`.
+
+    It keeps the first `n_entries` of the live list (None: all); with `n_tokens` the last of them is cut to so many
+    tokens of the history, and to `n_rows`.
+    """
+
+    def __init__(
+        self, parent: SpecReader, n_entries: int | None = None, *, n_tokens: int | None = None, n_rows: int = 0
+    ) -> None:
+        live = parent.live()[:n_entries]
+        before, last = ([e for _, e in live[:-1]], live[-1]) if live else ([], None)
+        tokens, rows, digest = sum(e["n_tokens"] for e in before), sum(e["n_rows"] for e in before), bytes(16)
+        if last is not None:
+            n_tokens = tokens + last[1]["n_tokens"] if n_tokens is None else n_tokens
+            n_rows = n_rows or rows + last[1]["n_rows"]
+            ids = last[0].table(last[1]["span"], SPAN)["ids"][: n_tokens - tokens]
+            digest = chain(before[-1]["digest"] if before else digest, ids, n_rows - rows)
+            tokens, rows = n_tokens, n_rows
+        self.header: dict[str, Any] = {"required": FORKED, "use": 2, "file_id": bytes(reversed(range(16)))}
+        self.base: dict[str, Any] = {
+            "file_id": parent.file_id, "commit": parent.commit["number"], "commit_offset": parent.commit_at,
+            "digest": h128(parent.data[parent.commit_at : parent.record(parent.commit_at)["at"] + 64]
+                           + parent.record(parent.commit_at)["payload"]),
+            "n_entries": len(live), "n_tokens": tokens, "n_rows": rows, "history_digest": digest,
+            "depth": 1 + (parent.base["depth"] if parent.base else 0), "reserved": bytes(36),
+        }  # fmt: skip
+        self.commit: dict[str, Any] = {
+            "operation": 4, "n_tokens": tokens, "n_rows": rows, "n_pending": tokens - rows, "token_offset": rows,
+            "digest": digest,
+        }  # fmt: skip
+        self.more: list[dict[str, Any]] = []  # later commits: {"base": ..., "commit": ..., "span": ...}
+
+    def build(self) -> bytes:
+        return bytes(self.writer().data)
+
+    def writer(self) -> SpecWriter:
+        w = SpecWriter(2, header=self.header)
+        at = w.commit({"flags": 1, "base": w.record(BASE, pack_base(self.base))} | self.commit, [])
+        for number, more in enumerate(self.more, 2):
+            base = w.record(BASE, pack_base(self.base | more.get("base", {})), commit=number)
+            tail = []
+            fields = self.commit | {"operation": 2}
+            if "span" in more:
+                span = more["span"]
+                place = w.table(SPAN, span, commit=number)
+                digest = chain(self.base["history_digest"], span["ids"], span["n_rows"])
+                tail = [{
+                    "span": place, "n_tokens": len(span["ids"]), "row_start": span["row_start"],
+                    "n_rows": span["n_rows"], "state": 0, "check": w.check_of(place), "digest": digest,
+                }]  # fmt: skip
+                fields |= {
+                    "operation": 1, "digest": digest, "n_tokens": fields["n_tokens"] + len(span["ids"]),
+                    "n_rows": fields["n_rows"] + span["n_rows"], "token_offset": fields["n_rows"] + span["n_rows"],
+                }  # fmt: skip
+            fields |= {"number": number, "previous": at, "previous_digest": w.digest_of(at), "flags": 1, "base": base}
+            at = w.commit(fields | more.get("commit", {}), tail)
+        return w
+
+
+def pack_base(fields: dict[str, Any]) -> bytes:
+    return struct.pack("<16sQQ16sQQQ16sI36s", *(fields[name] for name in BASE_NAMES)) + fields.get("extra", b"")
