@@ -16,6 +16,7 @@ __all__ = [
     "MAX_DEPTH",
     "Base",
     "check_parent",
+    "check_parent_id",
     "kept_stretches",
     "missing_parent",
     "parent_path",
@@ -74,7 +75,8 @@ def parse_base(raw: bytes, path: str | None, offset: int) -> Base:
             "a field of BASE is out of range", path=path, offset=offset, expected=f"a depth of 1 to {MAX_DEPTH}",
             found=base.depth,
         )  # fmt: skip
-    if max(base.n_tokens, base.n_rows, base.kept) > _MAX_COUNT or (not base.kept and (base.n_tokens or base.n_rows)):
+    nothing = not (base.n_tokens or base.n_rows or any(base.history))
+    if max(base.n_tokens, base.n_rows, base.kept) > _MAX_COUNT or not (base.kept or nothing):
         raise FormatError("the counts of BASE contradict each other", path=path, offset=offset)
     return base
 
@@ -95,20 +97,25 @@ def parent_path(path: str | None, base: Base) -> str:
 
 def missing_parent(path: str | None, place: str, error: MissingError) -> MissingError:
     """Return the error for a fork whose parent is gone."""
+    name = os.path.basename(place)
     made = MissingError(
-        "this session is a fork, and the file that its history starts in is not beside it", path=path, expected=place
+        f"this session is a fork, and {name}, which its history starts in, is not beside it", path=path, expected=place
     )
     made.__cause__ = error
     return made
 
 
-def check_parent(path: str | None, base: Base, *, file_id: bytes, commit: int, depth: int) -> None:
-    """Raise `DamagedError` unless the file found, of this depth, is the parent of the fork at `path`."""
-    for what, found, expected in (
-        ("file id", file_id.hex(), base.parent.hex()),
-        ("commit", commit, base.commit),
-        ("depth", depth, base.depth - 1),
-    ):
+def check_parent_id(path: str | None, base: Base, *, own: bytes, found: bytes) -> None:
+    """Raise unless the file found has the id of the parent: `DamagedError`; `FormatError` for a file of itself."""
+    if base.parent == own:
+        raise FormatError("a fork names itself as its parent", path=path, found=own.hex())
+    if found != base.parent:
+        raise _wrong_parent(path, base, f"file id {found.hex()}")
+
+
+def check_parent(path: str | None, base: Base, *, commit: int, depth: int) -> None:
+    """Raise `DamagedError` unless the commit of this number and depth is the one that the fork starts from."""
+    for what, found, expected in (("commit", commit, base.commit), ("depth", depth, base.depth - 1)):
         if found != expected:
             raise _wrong_parent(path, base, f"{what} {found}, not {expected}")
 
@@ -147,5 +154,7 @@ def kept_stretches(base: Base, stretches: Iterable[Stretch[F]], path: str | None
 
 def _wrong_parent(path: str | None, base: Base, what: str) -> DamagedError:
     return DamagedError(
-        f"the parent of this fork is not the one it was made from: {what}", path=path, expected=base.parent.hex()
+        f"{session_file_name(base.parent)} is not the one this fork was made from: {what}",
+        path=path,
+        expected=base.parent.hex(),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,14 @@ def copy_session(
     commit: int | None = None,
     progress: Progress | None = None,
 ) -> CopyReport:
-    """Write the history of an open session, or a part of it, to the new file `path`: `Session.fork` says the rest."""
-    origin = file if commit is None else at_commit(file, commit)
-    history = history_of(origin, cut_at(origin, n_tokens))
-    with replacing(path, new=True) as writer:
-        header, footer = write_history(history, writer, progress=progress)
+    """Write the history of an open session, or a part of it, to the new file `path`, and close the session file.
+
+    `Session.fork` says the rest.
+    """
+    with closing(file if commit is None else at_commit(file, commit)) as origin:
+        history = history_of(origin, cut_at(origin, n_tokens))
+        with replacing(path, new=True) as writer:
+            header, footer = write_history(history, writer, progress=progress)
     return CopyReport(
         os.path.abspath(path), header.file_id.hex(), footer.file_length, history.end.n_tokens, len(history.pieces),
         history.notes,

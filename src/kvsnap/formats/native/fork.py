@@ -83,10 +83,10 @@ def fork_file(path: str, *, n_tokens: int | None = None, commit: int | None = No
             raise InputError(
                 "only a file under the name of its id can have forks", path=name, expected=session_file_name(found)
             )
-        file = last if commit is None else at_commit(last, commit)
-        cut = cut_at(file, n_tokens)
-        sync_file(name)  # a fork must not outlive the turn that it starts from
-        return _write(name, *_origin(file, cut))
+        with closing(last if commit is None else at_commit(last, commit)) as file:
+            cut = cut_at(file, n_tokens)
+            sync_file(name)  # a fork must not outlive the turn that it starts from
+            return _write(name, *_origin(file, cut))
 
 
 def _origin(file: NativeFile, cut: Cut | None) -> tuple[Base, Commit]:

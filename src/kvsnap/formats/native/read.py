@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvsnap.errors import DamagedError, FormatError, MissingError
+from kvsnap.errors import DamagedError, FormatError, InputError, MissingError
 from kvsnap.files import Reader
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.assemble import snapshot_of
-from kvsnap.formats.native.base import Base, check_parent, kept_stretches, missing_parent, parent_path, parse_base
+from kvsnap.formats.native.base import (
+    Base,
+    check_parent,
+    check_parent_id,
+    kept_stretches,
+    missing_parent,
+    parent_path,
+    parse_base,
+)
 from kvsnap.formats.native.readers import BytesReader, FileReader
 from kvsnap.formats.native.sources import PartSource, Sizes
 from kvsnap.formats.native.tables import (
@@ -135,13 +144,18 @@ class NativeFile:
         if base is None:
             return None
         place = parent_path(self.path, base)
-        try:
-            reader = Reader(place, follow_symlinks=False)
-        except MissingError as error:
-            raise missing_parent(self.path, place, error) from error
-        file = NativeFile(reader, mapped=False, at=(base.offset, base.digest))
-        depth = file.base.depth if file.base else 0
-        check_parent(self.path, base, file_id=file.header.file_id, commit=file.commit.number, depth=depth)
+        with ExitStack() as undo:
+            try:
+                reader = undo.enter_context(Reader(place, follow_symlinks=False))
+            except MissingError as error:
+                raise missing_parent(self.path, place, error) from error
+            except InputError as error:  # the name was not given by the caller
+                raise DamagedError(error.message, path=place, found=error.found) from error
+            check_parent_id(self.path, base, own=self.header.file_id, found=read_header(reader).file_id)
+            file = NativeFile(reader, mapped=False, at=(base.offset, base.digest))
+            depth = file.base.depth if file.base else 0
+            check_parent(self.path, base, commit=file.commit.number, depth=depth)
+            undo.pop_all()
         return file
 
     @cached_property

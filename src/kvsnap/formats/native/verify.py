@@ -11,12 +11,14 @@ import xxhash
 
 from kvsnap import codecs
 from kvsnap.errors import DamagedError, FormatError, KvsnapError, MissingError, UnsupportedError, VersionError
+from kvsnap.formats.native.base import parse_base
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.sources import PartSource, Sizes
-from kvsnap.formats.native.tables import ReadTable, parse_commit
+from kvsnap.formats.native.tables import Commit, Operation, ReadTable, parse_commit
 from kvsnap.protocols import Progress
 from kvsnap.records import (
     FOOTER_SIZE,
+    FORKED,
     HEADER_SIZE,
     RECORD_SIZE,
     WITH_PARTS,
@@ -108,6 +110,11 @@ class _Walk:
     def found(self, what: str, offset: int, record: int, **facts: Any) -> None:
         self.damages.append(Damage(what, offset, record in self.live, path=self.path, **facts))
 
+    def failed(self, error: KvsnapError, **facts: Any) -> None:
+        """Take in an error that ended the reading of the live history, in whichever file it was."""
+        path = error.path if error.path != self.file.path else None
+        self.damages.append(Damage(error.message, error.offset or 0, live=True, path=path, **facts))
+
     def told(self, place: int) -> None:
         """Tell how far the walk has come."""
         if self.progress is not None:
@@ -126,19 +133,26 @@ def _live_records(file: NativeFile, walk: _Walk) -> list[_Walk]:
         file.end.footer.commit_offset, commit.identity, commit.layout, commit.state, commit.note, commit.index,
         commit.base,
     } - {0}  # fmt: skip
-    token, others = 0, []
+    walks = {file: walk}
+    above = file.parent
+    while above is not None:
+        # Its COMMIT was checked when it was opened; what came before that in the file is not needed.
+        walks[above] = _Walk(above, None, path=above.path, live={above.commit.index, above.commit.base} - {0})
+        above = above.parent
+    others, token = list(walks.values())[1:], 0
+    for name in ("identity", "layout", "note"):
+        where = file
+        while not getattr(where.commit, name) and where.parent is not None:
+            where = where.parent
+        walks[where].live |= {getattr(where.commit, name)} - {0}
     for where, entries in file.stretches:
-        walked = walk
-        if where is not file:
-            walked = _Walk(where, None, path=where.path)
-            others.append(walked)
+        walked = walks[where]
         for entry in entries:
             walked.live.add(entry.span)
             walked.live_tokens[entry.span] = (token, token + entry.n_tokens)
             token += entry.n_tokens
     where, state = file.state_place()
-    for other in others:
-        other.live |= {state} - {0} if other.file is where else set()
+    walks[where].live |= {state} - {0}
     return others
 
 
@@ -210,10 +224,22 @@ def _check_commit(walk: _Walk, offset: int, record: RecordHeader, raw: bytes) ->
     digest = commit_digest(record.pack(file.header.salt, offset), raw)
     if footer is None or footer.digest != digest or footer.commit_offset != offset:
         walk.found("a footer does not fit its COMMIT", place, offset)
+    _check_base(walk, commit, offset)
     if commit.previous:
         before, payload = read_record(file.reader, file.header, commit.previous, kind=Kind.COMMIT)
         if commit_digest(before.pack(file.header.salt, commit.previous), payload) != commit.previous_digest:
             walk.found("broken history: the previous COMMIT is not the one meant", commit.previous, offset)
+
+
+def _check_base(walk: _Walk, commit: Commit, offset: int) -> None:
+    file, forked = walk.file, bool(walk.file.header.required & FORKED)
+    if bool(commit.base) != forked or (commit.number == 1 and forked != (commit.operation == Operation.FORK)):
+        walk.found("a COMMIT of a fork in a file that is none, or another one in a fork", offset, offset)
+    elif forked and file.base is not None:
+        _, payload = read_record(file.reader, file.header, commit.base, kind=Kind.BASE)
+        base = parse_base(payload, file.path, commit.base + RECORD_SIZE)
+        if base.origin != file.base.origin:
+            walk.found("this BASE has another origin than that of the last commit", commit.base, offset)
 
 
 def _records(walk: _Walk) -> Iterator[tuple[int, RecordHeader]]:
@@ -246,7 +272,7 @@ def verify_file(file: NativeFile, progress: Progress | None = None) -> VerifyRep
     except VersionError:
         raise
     except (DamagedError, FormatError, MissingError) as error:
-        walk.damages.append(Damage(error.message, error.offset or 0, live=True, tokens=(0, file.commit.n_tokens)))
+        walk.failed(error, tokens=(0, file.commit.n_tokens))
     stop = file.end.footer.file_length
     for offset, record in _records(walk):
         walk.n_records += 1
@@ -262,7 +288,7 @@ def verify_file(file: NativeFile, progress: Progress | None = None) -> VerifyRep
         raise
     except (DamagedError, FormatError, MissingError) as error:
         if all(not d.live for d in walk.damages):
-            walk.damages.append(Damage(error.message, error.offset or 0, live=True))
+            walk.failed(error)
     notes = list(file.end.notes)
     if file.end.dropped:
         notes.append(f"{file.end.dropped} bytes behind the last published commit are not part of the history")
