@@ -49,16 +49,22 @@ class Exact:
     def decode(self, spec: TensorSpec, data: memoryview, out: npt.NDArray[Any]) -> None:
         check_array(spec, out)
         if data.nbytes != out.nbytes:
-            raise DamagedError(
-                f"an exact part of tensor {spec.name} has the wrong length",
-                expected=f"{out.nbytes} bytes",
-                found=f"{data.nbytes} bytes",
-            )
+            raise _wrong_length(spec, out.nbytes, data.nbytes)
         np.copyto(out, np.frombuffer(data, dtype=out.dtype).reshape(out.shape))
 
     def cut(self, spec: TensorSpec, data: memoryview, n_rows: int, kept: int) -> npt.NDArray[np.uint8]:
+        if data.nbytes != spec.nbytes(n_rows):
+            raise _wrong_length(spec, spec.nbytes(n_rows), data.nbytes)
         values = np.frombuffer(data, dtype=numpy_dtype(spec.dtype)).reshape(spec.shape_with(n_rows))
         before = (slice(None),) * spec.row_axis
         place = (*before, slice(0, kept))
         rows = np.ascontiguousarray(values[place])
         return rows.reshape(-1).view(np.uint8)
+
+
+def _wrong_length(spec: TensorSpec, expected: int, found: int) -> DamagedError:
+    return DamagedError(
+        f"an exact part of tensor {spec.name} has the wrong length",
+        expected=f"{expected} bytes",
+        found=f"{found} bytes",
+    )

@@ -386,9 +386,10 @@ class Appender(OpenFile):
     def taking(cls, writer: Writer) -> Self:
         """Return an appender for the file that is being written; the lock that the writer holds goes over to it.
 
-        To be called inside the block of `replacing`, used once the block has ended without an error, else closed.
+        To be called inside the block of `replacing`, used once the file has its name, else closed. The name is durable
+        after the first `sync`, also when the block could not make it so.
         """
-        return cls(os.dup(writer._checked()), writer.path, is_new=False)
+        return cls(os.dup(writer._checked()), writer.path, is_new=True)
 
     def _checked(self) -> int:
         if self._poisoned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -89,11 +90,22 @@ def compact_report(file: NativeFile, path: str, history: History, header: FileHe
     )  # fmt: skip
 
 
-def replace_compacted(file: NativeFile, path: str, progress: Progress | None) -> tuple[CompactReport, Appender]:
-    """Put a compacted file in the place of `path`; return an appender of it, locked since before it had the name."""
+def replace_compacted(
+    file: NativeFile, path: str, progress: Progress | None, took: Callable[[Appender], None]
+) -> CompactReport:
+    """Put a compacted file in the place of `path`.
+
+    `took` is handed an appender of it, locked since before it had the name. Also when an error comes behind that: a
+    directory that cannot be synced, an interrupt. Otherwise, after any error, everything is as before.
+    """
+    appender: Appender | None = None
     with ExitStack() as undo:
-        with replacing(path) as writer:
-            appender = undo.enter_context(Appender.taking(writer))
-            history, header, footer = write_compacted(file, writer, progress)
-        undo.pop_all()
-    return compact_report(file, path, history, header, footer), appender
+        try:
+            with replacing(path) as writer:
+                appender = undo.enter_context(Appender.taking(writer))
+                history, header, footer = write_compacted(file, writer, progress)
+        finally:
+            if appender is not None and appender.is_named:
+                undo.pop_all()
+                took(appender)
+    return compact_report(file, path, history, header, footer)

@@ -105,11 +105,6 @@ class Journal:
         """Raise `ConflictError` when the file is not the one that was opened any more, and as `check_writable`."""
         self._checked_end(self._writable())
 
-    def replaced(self, appender: Appender, file: NativeFile) -> Journal:
-        """Close this file, and return the journal of the one that took its name."""
-        self.close()
-        return Journal(self.path, appender, file)
-
     def _checked_end(self, appender: Appender) -> int:
         now, size, end = self.now, appender.size(), self.now.footer.file_length
         place = end - FOOTER_SIZE

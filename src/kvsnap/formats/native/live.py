@@ -16,7 +16,7 @@ from kvsnap.layout import cut_positions
 from kvsnap.records import Kind
 from kvsnap.tensors import TensorSpec
 
-__all__ = ["Cut", "Live", "cut_live", "turn_ends"]
+__all__ = ["Cut", "Live", "cut_live", "position_after", "turn_ends"]
 
 Live = tuple[NativeFile, Entry]
 """An entry of the live list, with the file that its offsets mean."""
@@ -83,18 +83,24 @@ def cut_live(file: NativeFile, n_tokens: int) -> Cut:
         digest = history_digest(previous, table.tokens[: n_tokens - before], rows)
         kept.append((where, replace(cut, n_tokens=n_tokens - before, n_rows=rows, state=0, digest=digest)))
     n_rows = sum(entry.n_rows for _, entry in kept)
-    return Cut(tuple(kept), n_tokens, n_rows, n_tokens + unstored - n_rows, _position_after(kept))
+    return Cut(tuple(kept), n_tokens, n_rows, n_tokens + unstored - n_rows, position_after(kept))
 
 
-def _position_after(live: Sequence[Live]) -> int:
-    if live and live[-1][1].state:
-        file, entry = live[-1]
+def position_after(live: Sequence[Live], count: int | None = None) -> int:
+    """Return the position that comes next behind the first `count` entries (None: all), as they say themselves.
+
+    Reads the STATE of the last one, and tables until there is a row. Raise as `NativeFile.table_at`.
+    """
+    count = len(live) if count is None else count
+    if count and live[count - 1][1].state:
+        file, entry = live[count - 1]
         # Read also because an old state that is damaged must not become the current one.
         table, place, _ = file.table_at(entry.state, Kind.STATE)
         named = parse_token_offset(table.meta, file.path, place)
         if named is not None:
             return named
-    for file, entry in reversed(live):
+    for i in range(count - 1, -1, -1):
+        file, entry = live[i]
         table, _, _ = file.table_at(entry.span, Kind.SPAN)
         kept = cut_positions(table.positions, entry.n_rows)
         if kept:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,7 +53,7 @@ from kvsnap.records import (
 if TYPE_CHECKING:
     from kvsnap.layout import SamplerState
 
-__all__ = ["BytesReader", "NativeFile", "Span"]
+__all__ = ["BytesReader", "NativeFile", "Span", "spans_of"]
 
 MAX_JSON = 64 << 20
 _TRIES = 8
@@ -261,27 +261,7 @@ class NativeFile:
 
     def spans(self) -> Iterator[Span]:
         """Yield the spans of the live list in order, each checked against its entry and the digest of the history."""
-        digest, n_tokens = bytes(16), 0
-        for file, entries in self.stretches:
-            free = HEADER_SIZE
-            for entry in entries:
-                if entry.span < free:
-                    raise FormatError(
-                        "spans are out of order or overlap", path=file.path, offset=entry.span,
-                        expected=f"{free} or above",
-                    )  # fmt: skip
-                table, payload, check = file.table_at(entry.span, Kind.SPAN)
-                free = payload + table.payload_length
-                fits = check == entry.check and table.row_start == entry.row_start and table.token_start == n_tokens
-                if not fits or entry.n_rows > table.n_rows or entry.n_tokens > len(table.tokens):
-                    raise FormatError(
-                        "a SPAN is not the one that the live list means", path=file.path, offset=entry.span
-                    )
-                digest = history_digest(digest, table.tokens[: entry.n_tokens], entry.n_rows)
-                if digest != entry.digest:
-                    raise DamagedError("the history digest of a SPAN does not fit", path=file.path, offset=entry.span)
-                n_tokens += entry.n_tokens
-                yield Span(entry, table, payload, file)
+        return spans_of(self.live)
 
     def state(self) -> tuple[dict[int, Tensor], SamplerState | None]:
         """Read STATE: its tensors by id (not their bytes), and the sampler."""
@@ -304,3 +284,30 @@ class NativeFile:
     def snapshot(self) -> Snapshot:
         """Return everything as a snapshot. Tensor bytes are read, and checked, when they are first used."""
         return snapshot_of(self)
+
+
+def spans_of(live: Iterable[tuple[NativeFile, Entry]]) -> Iterator[Span]:
+    """Yield the spans of a live list, or of its beginning, each checked against its entry and the history digest.
+
+    Raise `FormatError` or `DamagedError` at the first one that is not what the list means.
+    """
+    digest, n_tokens = bytes(16), 0
+    before: NativeFile | None = None
+    free = HEADER_SIZE
+    for file, entry in live:
+        free = free if file is before else HEADER_SIZE
+        before = file
+        if entry.span < free:
+            raise FormatError(
+                "spans are out of order or overlap", path=file.path, offset=entry.span, expected=f"{free} or above"
+            )
+        table, payload, check = file.table_at(entry.span, Kind.SPAN)
+        free = payload + table.payload_length
+        fits = check == entry.check and table.row_start == entry.row_start and table.token_start == n_tokens
+        if not fits or entry.n_rows > table.n_rows or entry.n_tokens > len(table.tokens):
+            raise FormatError("a SPAN is not the one that the live list means", path=file.path, offset=entry.span)
+        digest = history_digest(digest, table.tokens[: entry.n_tokens], entry.n_rows)
+        if digest != entry.digest:
+            raise DamagedError("the history digest of a SPAN does not fit", path=file.path, offset=entry.span)
+        n_tokens += entry.n_tokens
+        yield Span(entry, table, payload, file)

@@ -15,18 +15,16 @@ import xxhash
 
 from kvsnap.errors import DamagedError, FormatError
 from kvsnap.formats.native import schema
-from kvsnap.formats.native.live import Cut
-from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.live import Cut, position_after
+from kvsnap.formats.native.read import NativeFile, Span, spans_of
 from kvsnap.formats.native.sources import PartSource, Sizes
 from kvsnap.formats.native.tables import (
     Commit,
     Entry,
     Operation,
     Part,
-    ReadTable,
     Table,
     canonical_json,
-    history_digest,
     pack_index,
     parse_table,
 )
@@ -109,7 +107,8 @@ def history_of(file: NativeFile, cut: Cut | None = None) -> History:
         if made is None or (made.n_tokens, made.n_rows) != (tokens, rows):
             pending = min(tokens, max(0, tokens + unstored - rows))
             made = Commit(
-                number=1, n_tokens=tokens, n_rows=rows, n_pending=pending, token_offset=_position(where, entry),
+                number=1, n_tokens=tokens, n_rows=rows, n_pending=pending,
+                token_offset=position_after(live, len(pieces) + 1),
                 complete=made is None, time_ns=(made or commit).time_ns, operation=Operation.TRUNCATE,
             )  # fmt: skip
         pieces.append(Piece(where, entry, made, _metadata(where, made, notes)))
@@ -137,12 +136,6 @@ def _metadata(file: NativeFile, commit: Commit, notes: list[str]) -> dict[str, s
         return None
 
 
-def _position(file: NativeFile, entry: Entry) -> int:
-    table, _, _ = file.table_at(entry.span, Kind.SPAN)
-    kept = cut_positions(table.positions, entry.n_rows)
-    return kept[-1].start + kept[-1].count if kept else 0
-
-
 def write_history(
     history: History, sink: Sink, *, use: int = SESSION, progress: Progress | None = None
 ) -> tuple[FileHeader, Footer]:
@@ -166,7 +159,7 @@ class _Replay:
         specs = history.geometry.tensors
         self.sizes = {Kind.SPAN: Sizes(specs, replaced=False), Kind.STATE: Sizes(specs, replaced=True)}
         self.entries: list[Entry] = []
-        self.tokens = self.total = self.done = 0
+        self.total = self.done = 0
         self.last = Commit(number=0)
         self.footer = Footer(0, 0, 0, bytes(16))
         self.index = (0, 0)
@@ -185,13 +178,16 @@ class _Replay:
                 layout=writer.plain(Kind.LAYOUT, schema.pack_layout(history.geometry)),
             )  # fmt: skip
         self.last = described
-        for i, piece in enumerate(history.pieces):
+        spans = spans_of((piece.file, piece.entry) for piece in history.pieces)
+        for i, (piece, span) in enumerate(zip(history.pieces, spans, strict=True)):
             last = i == len(history.pieces) - 1
             commit = replace(history.end, time_ns=piece.commit.time_ns) if last else piece.commit
-            self._turn(piece, commit, history.metadata if last else piece.metadata, sealed=use == SNAPSHOT)
+            self._turn(span, commit, history.metadata if last else piece.metadata, sealed=use == SNAPSHOT)
         if not history.pieces:
             self._note(history.metadata)
             self._commit(replace(history.end, operation=Operation.RESET), state=0, sealed=False)
+        if progress is not None:
+            progress(self.total, self.total)
         return self.footer
 
     def _size(self, piece: Piece) -> int:
@@ -202,18 +198,13 @@ class _Replay:
             self.last = replace(self.last, note=self.writer.plain(Kind.NOTE, schema.pack_note(metadata)))
             self.metadata = metadata
 
-    def _turn(self, piece: Piece, commit: Commit, metadata: dict[str, str] | None, *, sealed: bool) -> None:
-        entry = piece.entry
-        table, payload, _ = piece.file.table_at(entry.span, Kind.SPAN)
+    def _turn(self, found: Span, commit: Commit, metadata: dict[str, str] | None, *, sealed: bool) -> None:
+        entry, table, file = found.entry, found.table, found.file
         if entry.n_tokens == len(table.tokens) and entry.n_rows == table.n_rows:
-            span, check = self._copy(piece.file, entry.span, Kind.SPAN)
+            span, check = self._copy(file, entry.span, Kind.SPAN)
         else:
-            span, check = self._cut(piece, table, payload)
-        state = self._copy(piece.file, entry.state, Kind.STATE)[0] if entry.state else 0
-        previous = self.entries[-1].digest if self.entries else bytes(16)
-        digest = history_digest(previous, table.tokens[: entry.n_tokens], entry.n_rows)
-        if digest != entry.digest:
-            raise DamagedError("the history digest of a SPAN does not fit", path=piece.file.path, offset=entry.span)
+            span, check = self._cut(found)
+        state = self._copy(file, entry.state, Kind.STATE)[0] if entry.state else 0
         self.entries.append(replace(entry, span=span, check=check, state=state))
         self._note(metadata)
         self._commit(replace(commit, operation=Operation.APPEND), state=state, sealed=sealed)
@@ -258,9 +249,9 @@ class _Replay:
         if digest.intdigest() != part.checksum:
             raise source.damage()
 
-    def _cut(self, piece: Piece, table: ReadTable, payload: int) -> tuple[int, int]:
+    def _cut(self, found: Span) -> tuple[int, int]:
         """Write the first tokens and rows of a span, so that nothing of what was cut off stays in the new file."""
-        entry, file = piece.entry, piece.file
+        entry, file, table, payload = found.entry, found.file, found.table, found.payload
         short = Table(
             row_start=table.row_start, n_rows=entry.n_rows, token_start=table.token_start,
             tokens=table.tokens[: entry.n_tokens], runs=cut_runs(table.runs, entry.n_tokens),
