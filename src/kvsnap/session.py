@@ -197,7 +197,8 @@ class Session(_Counts):
 
         `snapshot` may be partial (`capture(start=session.n_rows)`). `complete=False` marks a turn that was cut off.
         Raise `InputError` when it does not continue the session (other tokens, or behind it: truncate first),
-        `CompatibilityError` when it is of another model. On any error the session is as before.
+        `CompatibilityError` when it is of another model. On any error the session is as before; only an interrupt that
+        comes during the very last sync finds the turn published.
         """
         with self._turns:
             return self._append(snapshot, complete, codec, progress)

@@ -7,8 +7,7 @@ from contextlib import closing
 import click
 
 from kvsnap.cli._output import count, emit, examples, json_option, progress, remark, size
-from kvsnap.cli._paths import check_target
-from kvsnap.files import Reader
+from kvsnap.cli._paths import check_new
 from kvsnap.formats.native.copy import copy_session
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.session import Session
@@ -32,8 +31,8 @@ def fork(file: str, new: str, n_tokens: int | None, commit: int | None, as_json:
 
     Between files the history is copied, part by part as it is stored, each byte checked.
     """
-    check_target(new, overwrite=False, option="NEW")
-    with closing(NativeFile(Reader(file), mapped=False)) as opened, progress("copying") as report:
+    check_new(new)
+    with closing(NativeFile.open(file, mapped=False)) as opened, progress("copying") as report:
         made = copy_session(opened, new, n_tokens=n_tokens, commit=commit, progress=report)
     for note in made.notes:
         remark(f"note: {note}")
@@ -52,8 +51,8 @@ def fork(file: str, new: str, n_tokens: int | None, commit: int | None, as_json:
 def compact(file: str, as_json: bool) -> None:
     """Write a session anew without what its history no longer needs.
 
-    What was cut off by truncate or reset is gone afterwards, with its text and tokens; parts that stay are copied as they
-    are stored, each byte checked. The new file takes the name of the old one when it is whole and on disk.
+    What was cut off by truncate or reset is gone afterwards, with its text and tokens; parts that stay are copied as
+    they are stored, each byte checked. The new file takes the name of the old one when it is whole and on disk.
     """
     with Session.open(file, create=False) as session, progress("compacting") as report:
         made = session.compact(progress=report)
