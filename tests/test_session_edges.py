@@ -91,7 +91,7 @@ def test_an_interrupt_during_a_sync_leaves_the_session_usable(tmp_path: Path, mo
             with pytest.raises(KeyboardInterrupt):
                 session.append(turn(5))
             monkeypatch.setattr(os, "fdatasync", real)
-            # Readers may have seen the turn from its commit on, so it is not taken back: after the second sync it is there.
+            # From its commit on readers may have seen the turn, so it is not taken back.
             assert session.tokens == (IDS[:3] if which == 1 else IDS[:5]) == native.load(path).tokens
             session.append(turn(6))
             assert session.load().tokens == IDS[:6]
