@@ -1,10 +1,14 @@
-"""A session against a list: whatever is done to it, it holds what the list holds, in this process and in the next."""
+"""Sessions against lists: whatever is done to them, they hold what the lists hold, in this process and in the next.
+
+One machine works on one file; the other one on a directory of sessions, forks, forks of forks and copies.
+"""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +21,72 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvsnap import files
 from kvsnap.errors import InputError
 from kvsnap.formats import native
+from kvsnap.formats.native.fork import fork_file
 from kvsnap.inspection import verify
 from kvsnap.layout import SamplerState, Snapshot
 from kvsnap.session import Session
 from spec_file import SpecReader
 from synthetic import SAMPLER, rows, same, snapshot
 
+End = tuple[int, int, "Snapshot | None"]
+"""Tokens and rows at the end of a turn, and the snapshot whose state it ended with; None for a cut."""
+
 SHAPE: dict[str, Any] = {"layers": 2, "heads": 2, "dim": 3, "vocab": 5}
+
+
+def cut_ends(ends: Sequence[End], n: int) -> list[End]:
+    """The ends of the turns that still stand behind a cut to `n` tokens, the last one perhaps cut itself."""
+    whole = [end for end in ends if end[0] <= n] if n else []
+    if n and (not whole or whole[-1][0] < n):
+        # A turn is cut: the rows it had of these tokens stay. Rows that a later turn evaluated do not.
+        cut = next(end for end in ends if end[0] > n)
+        whole.append((n, min(n, cut[1]), None))
+    return whole
+
+
+@dataclass(frozen=True)
+class State:
+    """What a session holds after one of its commits; `complete` None where no one says so."""
+
+    tokens: tuple[int, ...] = ()
+    n_rows: int = 0
+    codecs: tuple[str, ...] = ()
+    ends: tuple[End, ...] = ()
+    complete: bool | None = True
+
+    def cut(self, n: int) -> State:
+        """What a cut to `n` tokens leaves."""
+        if n == len(self.tokens):
+            return self
+        ends = tuple(cut_ends(self.ends, n))
+        n_rows = ends[-1][1] if ends else 0
+        return State(self.tokens[:n], n_rows, self.codecs[:n_rows], ends)
+
+    def turns(self) -> list[State]:
+        """What the commits of a file hold that was written anew from this: one for each turn."""
+        found = [
+            State(self.tokens[: end[0]], end[1], self.codecs[: end[1]], self.ends[: i + 1], None)
+            for i, end in enumerate(self.ends)
+        ]
+        return [*found[:-1], self]
+
+    def check(self, loaded: Snapshot) -> None:
+        """What was read must be this."""
+        assert loaded.tokens == self.tokens
+        assert loaded.n_rows == self.n_rows
+        lossy = np.array([codec == "q8" for codec in self.codecs], bool)
+        for tensor in loaded.tensors():
+            expected = rows(self.tokens, 0, self.n_rows, tensor.spec.id, 2, 3, "float32")
+            assert tensor.shape == expected.shape
+            assert np.array_equal(tensor.array[:, ~lossy], expected[:, ~lossy])
+            assert np.abs(tensor.array - expected).max(initial=0) <= tensor.bound
+            assert bool(tensor.bound) >= bool(lossy.any())
+        made = self.ends[-1][2] if self.ends else None
+        assert loaded.sampler == (made.sampler if made else None)
+        wanted = made.logits if made else None
+        assert (loaded.logits is None) == (wanted is None)
+        if wanted is not None and loaded.logits is not None:
+            assert loaded.logits.array.tobytes() == wanted.array.tobytes()
 
 
 class SessionMachine(RuleBasedStateMachine):
@@ -83,14 +146,8 @@ class SessionMachine(RuleBasedStateMachine):
             assert self.session.truncate(n) == n
             return
         self.session.truncate(n)
-        whole = [end for end in self.ends if end[0] <= n] if n else []
-        self.n_rows = whole[-1][1] if whole else 0
-        if n and (not whole or whole[-1][0] < n):
-            # A turn is cut: the rows it had of these tokens stay. Rows that a later turn evaluated do not.
-            cut = next(end for end in self.ends if end[0] > n)
-            self.n_rows = min(n, cut[1])
-            whole.append((n, self.n_rows, None))
-        self.ends = whole
+        self.ends = cut_ends(self.ends, n)
+        self.n_rows = self.ends[-1][1] if self.ends else 0
         self.tokens = self.tokens[:n]
         self.codecs = self.codecs[: self.n_rows]
         self.n_commits, self.torn = self.n_commits + 1, 0
@@ -143,24 +200,7 @@ class SessionMachine(RuleBasedStateMachine):
         assert [t.commit for t in session.history] == list(range(1, self.n_commits + 1))
 
     def check(self, loaded: Snapshot) -> None:
-        assert loaded.tokens == self.tokens
-        assert loaded.n_rows == self.n_rows
-        lossy = np.array([codec == "q8" for codec in self.codecs], bool)
-        for tensor in loaded.tensors():
-            expected = rows(self.tokens, 0, self.n_rows, tensor.spec.id, 2, 3, "float32")
-            assert tensor.shape == expected.shape
-            assert np.array_equal(tensor.array[:, ~lossy], expected[:, ~lossy])
-            assert np.abs(tensor.array - expected).max(initial=0) <= tensor.bound
-            assert bool(tensor.bound) >= bool(lossy.any())
-        made = self.ends[-1][2] if self.ends else None
-        if made is not None:
-            assert loaded.sampler == made.sampler
-            assert (loaded.logits is None) == (made.logits is None)
-            if made.logits is not None and loaded.logits is not None:
-                assert loaded.logits.array.tobytes() == made.logits.array.tobytes()
-        else:
-            assert loaded.logits is None
-            assert loaded.sampler is None
+        State(self.tokens, self.n_rows, tuple(self.codecs), tuple(self.ends)).check(loaded)
 
     @rule()
     def load(self) -> None:
@@ -200,6 +240,249 @@ class SessionMachine(RuleBasedStateMachine):
         self.directory.cleanup()
 
 
+class Operations:
+    """A recorder: every write and cut of one file, and an interrupt at an operation of any file when asked for."""
+
+    def __init__(self, path: Path, stop: int = 0) -> None:
+        self.path, self.stop = str(path), stop
+        self.done: list[tuple[str, int, bytes]] = []
+        self.names: list[str] = []
+
+    def record(self, operation: str, path: str, offset: int, data: bytes) -> None:
+        self.names.append(operation)
+        if path == self.path and operation in {"write", "truncate"}:
+            self.done.append((operation, offset, bytes(data)))
+        if len(self.names) == self.stop:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> Operations:  # noqa: PYI034
+        files.recorder = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        files.recorder = None
+
+
+def replayed(before: bytes, done: Sequence[tuple[str, int, bytes]]) -> bytes:
+    data = bytearray(before)
+    for operation, offset, written in done:
+        if operation == "truncate":
+            del data[offset:]
+        else:
+            data[len(data) : offset] = bytes(max(0, offset - len(data)))
+            data[offset : offset + len(written)] = written
+    return bytes(data)
+
+
+@dataclass
+class Line:
+    """One file: its session, and what it held after each of its commits. In a library its name is its id."""
+
+    path: Path
+    session: Session
+    states: list[State]
+    in_library: bool
+
+    @property
+    def now(self) -> State:
+        return self.states[-1]
+
+
+class ForkMachine(RuleBasedStateMachine):
+    """A directory of sessions: each of them is a list, whatever happens to its parents and its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        self.folder = Path(self.directory.name)
+        self.lines: list[Line] = []
+        self.count = 0
+
+    def free(self) -> Path:
+        self.count += 1
+        return self.folder / f"line{self.count}.kvsnap"
+
+    @initialize()
+    def start(self) -> None:
+        path = self.free()
+        Session.open(path).close()
+        path = path.rename(path.with_name(f"{path.read_bytes()[40:56].hex()}.kvsnap"))
+        self.lines.append(Line(path, Session.open(path), [State()], in_library=True))
+
+    def line(self, data: st.DataObject, *, in_library: bool | None = None) -> Line | None:
+        found = [i for i in self.lines if in_library is None or i.in_library == in_library]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    def origin(self, data: st.DataObject, line: Line) -> tuple[dict[str, int], State]:
+        """Where a fork or a copy starts: the options that say so, and what it holds."""
+        options: dict[str, int] = {}
+        state = line.now
+        if data.draw(st.booleans()):
+            options["commit"] = data.draw(st.integers(1, len(line.states)))
+            state = line.states[options["commit"] - 1]
+        if data.draw(st.booleans()):
+            options["n_tokens"] = data.draw(st.integers(0, len(state.tokens)))
+            state = state.cut(options["n_tokens"])
+        return options, state
+
+    def change(self, data: st.DataObject, line: Line) -> tuple[Callable[[], object], State]:
+        """One change of a session, to be called, and what it holds then."""
+        now = line.now
+        what = data.draw(st.sampled_from(["append", "append", "append", "truncate", "reset", "rewind"]))
+        if what == "rewind":
+            commit = data.draw(st.integers(1, len(line.states)))
+            return lambda: line.session.rewind(commit), line.states[commit - 1]
+        if what == "truncate" and now.tokens:
+            n = data.draw(st.integers(0, len(now.tokens) - 1))
+            return lambda: line.session.truncate(n), now.cut(n)
+        if what == "reset":
+            return line.session.reset, State()
+        tokens = (*now.tokens, *data.draw(st.lists(st.integers(0, 2**31 - 1), max_size=4)))
+        pending = min(data.draw(st.integers(0, 2)), len(tokens) - now.n_rows)
+        codec, complete = data.draw(st.sampled_from(["exact", "q8"])), data.draw(st.booleans())
+        made = snapshot(tokens, n_pending=pending, start=now.n_rows, **SHAPE)
+        then = State(
+            tokens,
+            made.n_rows,
+            (*now.codecs, *[codec] * (made.n_rows - now.n_rows)),
+            (*now.ends, (len(tokens), made.n_rows, made)),
+            complete,
+        )
+        return lambda: line.session.append(made, codec=codec, complete=complete), then
+
+    # -- what is done
+
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        line = self.line(data)
+        assert line is not None
+        call, then = self.change(data, line)
+        call()
+        line.states.append(then)
+
+    @rule(data=st.data(), torn=st.booleans())
+    def crash_while_it_goes_on(self, data: st.DataObject, torn: bool) -> None:
+        """The file holds what had reached it at some instant; it opens at the old state or the new one."""
+        line = self.line(data)
+        assert line is not None
+        before = line.path.read_bytes()
+        call, then = self.change(data, line)
+        with Operations(line.path) as operations:
+            call()
+        line.session.close()
+        done = operations.done
+        last = data.draw(st.integers(0, len(done)))
+        reached = list(done[:last])
+        if torn and last < len(done) and done[last][0] == "write":
+            operation, offset, written = done[last]
+            reached.append((operation, offset, written[: data.draw(st.integers(0, len(written) - 1))]))
+        line.path.write_bytes(replayed(before, reached))
+        line.session = Session.open(line.path)
+        if last == len(done):
+            assert line.session.dropped == 0
+            line.states.append(then)
+
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        line = self.line(data, in_library=True)
+        assert line is not None
+        options, state = self.origin(data, line)
+        path = Path(fork_file(str(line.path), **options).path)
+        self.lines.append(Line(path, Session.open(path), [state], in_library=True))
+
+    @rule(data=st.data(), stop=st.integers(1, 12))
+    def interrupted_fork(self, data: st.DataObject, stop: int) -> None:
+        line = self.line(data, in_library=True)
+        assert line is not None
+        options, state = self.origin(data, line)
+        before = set(self.folder.iterdir())
+        with Operations(line.path, stop) as operations:
+            try:
+                fork_file(str(line.path), **options)
+            except KeyboardInterrupt:
+                assert "rename" not in operations.names or set(self.folder.iterdir()) - before
+        new = set(self.folder.iterdir()) - before
+        assert len(new) == ("rename" in operations.names)
+        for path in new:  # whole, or not there
+            assert path.name == f"{path.read_bytes()[40:56].hex()}.kvsnap"
+            self.lines.append(Line(path, Session.open(path), [state], in_library=True))
+
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        line, path = self.line(data), self.free()
+        assert line is not None
+        options, state = self.origin(data, line)
+        line.session.fork(path, **options)
+        self.lines.append(Line(path, Session.open(path), state.turns(), in_library=False))
+
+    @rule(data=st.data())
+    def copy_as_a_file(self, data: st.DataObject) -> None:
+        """Under another name nobody needs it, also when it is a fork."""
+        line = self.line(data)
+        assert line is not None
+        path = Path(shutil.copy(line.path, self.free()))
+        self.lines.append(Line(path, Session.open(path), list(line.states), in_library=False))
+
+    @rule(data=st.data(), stop=st.integers(0, 30))
+    def compact(self, data: st.DataObject, stop: int) -> None:
+        line = self.line(data, in_library=False)
+        if line is None:
+            return
+        with Operations(line.path, stop) as operations:
+            try:
+                line.session.compact()
+            except KeyboardInterrupt:
+                assert stop
+        if "rename" in operations.names:
+            line.states = line.now.turns()
+
+    @rule(data=st.data())
+    def refuse_to_compact_what_forks_need(self, data: st.DataObject) -> None:
+        line = self.line(data, in_library=True)
+        assert line is not None
+        with pytest.raises(InputError, match="library"):
+            line.session.compact()
+
+    @rule(data=st.data())
+    def reopen(self, data: st.DataObject) -> None:
+        line = self.line(data)
+        assert line is not None
+        line.session.close()
+        line.session = Session.open(line.path)
+
+    @rule(data=st.data())
+    def verify_and_read_with_the_spec(self, data: st.DataObject) -> None:
+        line = self.line(data)
+        assert line is not None
+        if line.session.dropped:
+            return
+        report = verify(line.path)
+        assert report.damages == ()
+        reader = SpecReader(line.path.read_bytes(), self.folder)
+        reader.records()
+        content = reader.content()
+        assert content["ids"] == list(line.now.tokens)
+        assert len(reader.history()) == report.n_commits == len(line.states)
+
+    # -- what holds
+
+    @invariant()
+    def every_line_is_its_list(self) -> None:
+        for line in self.lines:
+            session, now = line.session, line.now
+            assert session.tokens == now.tokens
+            assert (session.n_rows, session.n_pending) == (now.n_rows, len(now.tokens) - now.n_rows)
+            assert session.n_commits == len(line.states)
+            assert now.complete is None or session.complete == now.complete
+            now.check(native.load(line.path))
+        assert not [path for path in self.folder.iterdir() if path.suffix != ".kvsnap"]
+
+    def teardown(self) -> None:
+        for line in self.lines:
+            line.session.close()
+        self.directory.cleanup()
+
+
 @pytest.fixture(autouse=True)
 def _no_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(files.system, "sync", lambda *_a, **_k: None)
@@ -210,4 +493,10 @@ def _no_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class TestSession(SessionMachine.TestCase):  # type: ignore[misc] # made at run time
     settings = settings(
         max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
+class TestForks(ForkMachine.TestCase):  # type: ignore[misc] # made at run time
+    settings = settings(
+        max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
