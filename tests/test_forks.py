@@ -839,6 +839,23 @@ def test_what_else_a_fork_needs_of_its_parent_is_checked_and_named(tmp_path: Pat
     assert verify(fork).ok
 
 
+def test_everything_that_is_damaged_is_named_at_once(tmp_path: Path) -> None:
+    path, fork = fork_of_turns(tmp_path)
+    reader = SpecReader(path.read_bytes(), tmp_path)
+    places = [reader.commit["identity"] + 64 + 3, part_places(path)[1][2], part_places(path)[6][2]]
+    own = part_places(fork)[0][2]
+    for at in places:
+        flip(path, at)
+    flip(fork, own)
+    found = {(d.path, d.tensor, d.tokens) for d in verify(fork).damages if d.live}
+    assert found == {
+        (None, "layer0.k", (5, 8)),
+        (str(path), "", None),
+        (str(path), "layer0.v", (0, 3)),
+        (str(path), "layer1.k", (3, 5)),
+    }
+
+
 # -- what cannot be forked, or read --------------------------------------------------------------------------
 
 
@@ -904,6 +921,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
         kept.append(session)
         session.fork(tmp_path / f"copy{len(kept)}.kvsnap", commit=1, n_tokens=4)
         session.truncate(session.n_tokens - 1)
+        session.rewind(1)
         session.close()
         kept.append(verify(third))
     gc.enable()

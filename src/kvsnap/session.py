@@ -319,8 +319,7 @@ class Session(_Counts):
         """
         with self._turns:
             self._journal.check_writable()
-            with closing(self._file()) as file:
-                then = at_commit(file, commit)
+            with closing(self._file()) as file, closing(at_commit(file, commit)) as then:
                 then.state()  # what is damaged must not become the current state
                 base, entries, geometry, identity = then.base, then.entries, then.geometry, then.identity
                 made = replace(then.commit, operation=Operation.REWIND)

@@ -136,8 +136,8 @@ def _live_records(file: NativeFile, walk: _Walk) -> list[_Walk]:
     walks = {file: walk}
     above = file.parent
     while above is not None:
-        # Its COMMIT was checked when it was opened; what came before that in the file is not needed.
-        walks[above] = _Walk(above, None, path=above.path, live={above.commit.index, above.commit.base} - {0})
+        # Its COMMIT, BASE and INDEX are checked when they are read for the live list; no commit before is needed.
+        walks[above] = _Walk(above, None, path=above.path)
         above = above.parent
     others, token = list(walks.values())[1:], 0
     for name in ("identity", "layout", "note"):
