@@ -216,7 +216,10 @@ class Mended:
                     "takes its place"
                 )
                 return
-            raise
+            raise DamagedError(
+                f"LAYOUT is damaged ({error.message}), and no other one of this history is in the file, so that "
+                "nothing can be repaired", path=error.path, offset=error.offset,
+            ) from error  # fmt: skip
 
     def number_of(self, entry: Entry) -> int | None:
         """Return the number of the commit that published a span of this file; None when it cannot be read."""
