@@ -232,7 +232,7 @@ def test_every_length_gives_a_published_state_or_a_refusal(golden: Case) -> None
         known[commit.n_tokens, commit.n_rows] = at_commit(file, commit.number).snapshot()
         assert offset
     seen = set()
-    for length in range(0, len(golden.raw)):
+    for length in range(len(golden.raw)):
         try:
             report = golden.repair(golden.raw[:length])
         except KvsnapError:
@@ -675,6 +675,6 @@ def long_operation(case: Case, place: int) -> int:
 
 def test_without_the_check_of_parts_the_repair_ends_in_an_error(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the parts: what the search lets through, copying refuses, and no file appears."""
-    monkeypatch.setattr(salvage._Salvage, "_check_part", staticmethod(lambda source, part: None))
+    monkeypatch.setattr(salvage._Looking, "_check_part", staticmethod(lambda source, part: None))
     with pytest.raises(DamagedError, match=r"layer0\.k"):
         case.flipped(case.part(Kind.SPAN, 1, 0))

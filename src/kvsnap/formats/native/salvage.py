@@ -70,27 +70,19 @@ def salvage(mended: Mended, *, keep_tokens: bool, progress: Progress | None = No
     return _Salvage(mended, progress).history(keep_tokens=keep_tokens)
 
 
-class _Salvage:
-    """One run of `salvage`."""
+class _Looking:
+    """Checks what the live list of a file points at, turn by turn, as far as it is asked for."""
 
-    def __init__(self, mended: Mended, progress: Progress | None) -> None:
-        self.mended, self.file, self.findings = mended, mended.file, mended.findings
-        specs = self.file.geometry.tensors
+    def __init__(self, file: NativeFile) -> None:
+        self.file = file
+        specs = file.geometry.tensors
+        self.names = {spec.id: spec.name for spec in specs}
         self.sizes = {Kind.SPAN: Sizes(specs, replaced=False), Kind.STATE: Sizes(specs, replaced=True)}
-        self.needs_state = any(s.growth == "replaced" and s.role != "logits" for s in specs)
-        self.live = self.file.live
-        self.unstored = self.file.commit.n_rows + self.file.commit.n_pending - self.file.commit.n_tokens
-        self.told: list[tuple[NativeFile, int, int]] = []  # records whose damage is among what is lost
-        self.report: VerifyReport = verify_file(self.file, progress)
-        # Where every record was found whole, it need not be read again before it is copied, and checked on the way.
-        whole = not self.report.damages and len(self.file.stretches) == 1
-        self.turns = list(self._look(checked=whole))
 
-    # -- looking ---------------------------------------------------------------------------------------------------
-
-    def _look(self, *, checked: bool) -> Iterator[_Turn]:
+    def turns(self, *, checked: bool) -> Iterator[_Turn]:
+        """Yield every turn. With `checked` the parts were checked before; behind the first broken one none is."""
         previous, tokens, rows, broken = bytes(16), 0, 0, False
-        for where, entry in self.live:
+        for where, entry in self.file.live:
             between = (tokens, tokens + entry.n_tokens)
             tokens, rows = between[1], rows + entry.n_rows
             turn = _Turn((where, entry), None, between)
@@ -122,7 +114,7 @@ class _Salvage:
 
     def _check_parts(self, where: NativeFile, kind: int, table: ReadTable, payload: int) -> None:
         for part in table.parts:
-            name = next((s.name for s in self.file.geometry.tensors if s.id == part.tensor), f"tensor {part.tensor}")
+            name = self.names.get(part.tensor, f"tensor {part.tensor}")
             try:
                 self._check_part(PartSource(where.reader, self.sizes[kind], part, payload, mapped=False), part)
             except (UnsupportedError, VersionError):
@@ -156,6 +148,21 @@ class _Salvage:
         except _BROKEN as error:
             return replace(turn, state_error=error)
         return turn
+
+
+class _Salvage:
+    """One run of `salvage`."""
+
+    def __init__(self, mended: Mended, progress: Progress | None) -> None:
+        self.mended, self.file, self.findings = mended, mended.file, mended.findings
+        specs = self.file.geometry.tensors
+        self.needs_state = any(s.growth == "replaced" and s.role != "logits" for s in specs)
+        self.unstored = self.file.commit.n_rows + self.file.commit.n_pending - self.file.commit.n_tokens
+        self.told: list[tuple[NativeFile, int, int]] = []  # records whose damage is among what is lost
+        self.report: VerifyReport = verify_file(self.file, progress)
+        # Where every record was found whole, it need not be read again before it is copied, and checked on the way.
+        whole = not self.report.damages and len(self.file.stretches) == 1
+        self.turns = list(_Looking(self.file).turns(checked=whole))
 
     # -- choosing --------------------------------------------------------------------------------------------------
 
