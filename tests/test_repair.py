@@ -21,9 +21,10 @@ from kvsnap.formats.native.survey import Survey
 from kvsnap.formats.native.turns import walk
 from kvsnap.identity import Identity
 from kvsnap.layout import Snapshot
-from kvsnap.records import HEADER_SIZE, RECORD_SIZE, Kind, record_end
+from kvsnap.records import HEADER_SIZE, RECORD_SIZE, Kind, read_record_header, record_end
 from kvsnap.session import Session
 from synthetic import DATA, SAMPLER, same, snapshot, tiny_bytes
+from test_native_hostile import CASES
 
 IDS = tuple(range(21, 81))
 TURN_1, TURN_2 = 3, 6
@@ -521,7 +522,7 @@ def test_damaged_padding_is_only_a_note(case: Case) -> None:
         part = table.parts[0]
         end = payload + part.offset + part.stored
     identity = case.place(Kind.IDENTITY)
-    stop = record_end(identity, Survey(case.file.reader, case.file.header)._record(identity))  # type: ignore[arg-type]
+    stop = record_end(identity, read_record_header(case.file.reader, case.file.header, identity))
     report = case.flipped(end if end % 64 else stop - 1)
     assert report.complete
     assert "padding is not zero" in " ".join(report.notes)
@@ -648,6 +649,34 @@ def test_garbage_takes_little(tmp_path: Path, pattern: bytes) -> None:
     report = kvsnap.repair(source, tmp_path / "out.kvsnap")
     assert report.complete
     assert report.n_tokens == 9
+
+
+def test_spans_that_overlap_are_not_copied_twice(tmp_path: Path) -> None:
+    """Each entry of a hostile list would be copied, so that a small file made a large one."""
+    made, _ = CASES["spans_inside_one_another"]
+    source = tmp_path / "source.kvsnap"
+    source.write_bytes(made())
+    try:
+        report = kvsnap.repair(source, tmp_path / "out.kvsnap")
+    except KvsnapError:
+        return
+    assert not report.complete
+    assert report.nbytes < 2 * source.stat().st_size
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_files_that_break_a_rule_give_a_refusal_or_a_file_that_verifies(tmp_path: Path, name: str) -> None:
+    data = CASES[name][0]()
+    source = tmp_path / "source.kvsnap"
+    source.write_bytes(data if isinstance(data, bytes) else b"".join(map(bytes, data)))
+    for keep in (False, True):
+        out = tmp_path / f"out{keep}.kvsnap"
+        try:
+            kvsnap.repair(source, out, keep_tokens=keep)
+        except KvsnapError:
+            assert not out.exists()
+        else:
+            assert kvsnap.verify(out).damages == ()
 
 
 # -- controls: without a check other data would come through -----------------------------------------------------------

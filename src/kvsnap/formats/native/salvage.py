@@ -27,7 +27,7 @@ from kvsnap.formats.native.verify import Damage, VerifyReport, verify_file
 from kvsnap.identity import Identity
 from kvsnap.layout import PositionRun, Run, cut_positions, cut_runs, join_runs
 from kvsnap.protocols import Progress
-from kvsnap.records import RECORD_SIZE, Kind, read_record, read_record_header, record_end
+from kvsnap.records import HEADER_SIZE, RECORD_SIZE, Kind, read_record, read_record_header, record_end
 from kvsnap.tensors import numpy_dtype
 
 __all__ = ["salvage"]
@@ -82,12 +82,16 @@ class _Looking:
     def turns(self, *, checked: bool) -> Iterator[_Turn]:
         """Yield every turn. With `checked` the parts were checked before; behind the first broken one none is."""
         previous, tokens, rows, broken = bytes(16), 0, 0, False
+        free: dict[NativeFile, int] = {}
         for where, entry in self.file.live:
             between = (tokens, tokens + entry.n_tokens)
             tokens, rows = between[1], rows + entry.n_rows
             turn = _Turn((where, entry), None, between)
             try:
                 table, payload, check = where.table_at(entry.span, Kind.SPAN)
+                if entry.span < free.get(where, HEADER_SIZE):  # else one span could be copied again and again
+                    raise FormatError("spans are out of order or overlap", path=where.path, offset=entry.span)
+                free[where] = payload + table.payload_length
                 self._check_table(turn, table, check, previous)
                 turn = replace(turn, table=table)
                 if not checked and not broken:

@@ -109,23 +109,24 @@ def _salts(raw: bytes) -> Iterator[int]:
 def _witnesses(reader: FileReader) -> Iterator[tuple[int, bytes]]:
     """Yield the first places where a record seems to start, with its header."""
     found = 0
-    for place, word in _marks(reader, HEADER_SIZE):
-        if word == _RECORD_WORD:
-            yield place, reader.read_at(place, RECORD_SIZE)
+    for place, is_record, raw in _marks(reader, HEADER_SIZE):
+        if is_record:
+            yield place, raw
             found += 1
         if found == _WITNESSES:
             return
 
 
-def _marks(reader: FileReader, offset: int) -> Iterator[tuple[int, int]]:
-    """Yield each multiple of 64 from `offset` on where a record (32 bits) or a footer (64 bits) seems to start."""
+def _marks(reader: FileReader, offset: int) -> Iterator[tuple[int, bool, bytes]]:
+    """Yield each multiple of 64 from `offset` on where a record or a footer seems to start: which, and its bytes."""
     stop, window = reader.size & ~63, _FIRST
     while offset < stop:
         length = min(window, stop - offset)
-        words = np.frombuffer(reader.read_at(offset, length), "<u8")[::8]
+        data = reader.read_at(offset, length)
+        words = np.frombuffer(data, "<u8")[::8]
         records = words & np.uint64(_MASK) == _RECORD_WORD
         for hit in np.flatnonzero(records | (words == _FOOTER_WORD)).tolist():
-            yield offset + 64 * hit, _RECORD_WORD if records[hit] else _FOOTER_WORD
+            yield offset + 64 * hit, bool(records[hit]), data[64 * hit : 64 * hit + 64]
         offset, window = offset + length, min(2 * window, _LARGEST)
 
 
@@ -146,7 +147,7 @@ class Survey:
         self.gaps = 0
         offset = HEADER_SIZE
         while offset + RECORD_SIZE <= reader.size:
-            record = self._record(offset)
+            record = self._record(offset, reader.read_at(offset, RECORD_SIZE))
             if record is None:
                 self.gaps += 1
                 offset = self._next(offset)
@@ -156,11 +157,11 @@ class Survey:
             self._kinds.append(record.kind)
             offset = record_end(offset, record)
             if record.kind == Kind.COMMIT:
-                self._look_for_footer(offset)
+                if offset + FOOTER_SIZE <= reader.size:
+                    self._note_footer(offset, reader.read_at(offset, FOOTER_SIZE))
                 offset += FOOTER_SIZE
 
-    def _record(self, offset: int) -> RecordHeader | None:
-        raw = self.reader.read_at(offset, RECORD_SIZE)
+    def _record(self, offset: int, raw: bytes) -> RecordHeader | None:
         if raw[:4] != RECORD_MAGIC:
             return None
         try:
@@ -173,18 +174,17 @@ class Survey:
 
     def _next(self, offset: int) -> int:
         """Return the next place behind `offset` where a record starts; footers on the way are noted."""
-        for place, word in _marks(self.reader, offset):
-            if word == _FOOTER_WORD:
-                self._look_for_footer(place)
-            elif place > offset and self._record(place) is not None:
+        for place, is_record, raw in _marks(self.reader, offset):
+            if not is_record:
+                self._note_footer(place, raw)
+            elif place > offset and self._record(place, raw) is not None:
                 return place
         return self.reader.size
 
-    def _look_for_footer(self, place: int) -> None:
-        if place + FOOTER_SIZE <= self.reader.size:
-            footer = parse_footer(self.reader.read_at(place, FOOTER_SIZE), self.header.salt, place)
-            if footer is not None:
-                self.footers[place] = footer
+    def _note_footer(self, place: int, raw: bytes) -> None:
+        footer = parse_footer(raw, self.header.salt, place)
+        if footer is not None:
+            self.footers[place] = footer
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         """Yield (offset, kind, number of the commit) of each record."""
