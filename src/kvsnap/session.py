@@ -290,8 +290,7 @@ class Session(_Counts):
         Turns that were cut off are gone afterwards, with their tokens and text, and with them the commits before: they
         can't be reached any more. Parts are copied as they are stored; the file id is a new one. Raise `DamagedError`
         naming what is damaged (then `kvsnap.repair` is the way), `StorageError` (no room for both): nothing changed.
-        Only when the last step, the sync of the directory, fails is the new file in place, and the session goes on
-        with it.
+        Only if the last step fails, the sync of the directory, does the session go on with the new file.
         """
         with self._turns:
             self._journal.check_unchanged()
@@ -300,7 +299,6 @@ class Session(_Counts):
                 return replace_compacted(file, self.path, progress, self._go_on_with)
 
     def _go_on_with(self, appender: Appender) -> None:
-        """Go on with the file that took the name of this one; the lock of the old one is given up."""
         before = self._journal
         with closing(NativeFile.open(self.path, mapped=False)) as file:
             self._journal = Journal(self.path, appender, file)

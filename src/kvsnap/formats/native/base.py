@@ -99,7 +99,9 @@ def missing_parent(path: str | None, place: str, error: MissingError) -> Missing
     """Return the error for a fork whose parent is gone."""
     name = os.path.basename(place)
     made = MissingError(
-        f"this session is a fork, and {name}, which its history starts in, is not beside it", path=path, expected=place
+        f"this session is a fork, and the file that its history starts in is not beside it: {name}",
+        path=path,
+        expected=place,
     )
     made.__cause__ = error
     return made
