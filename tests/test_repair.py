@@ -317,6 +317,25 @@ def test_every_index_and_some_commits_damaged(long: Case) -> None:
     long.check(report)
 
 
+def test_rewinds_are_followed_when_every_index_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "made.kvsnap"
+    build_long(path, 60)
+    with Session.open(path) as session:
+        late, early = session.n_commits, 45
+        session.rewind(early)
+        for _ in range(40):
+            session.append(snapshot((*session.tokens, 7), heads=1, dim=2, vocab=2))
+        session.rewind(late)
+        session.append(snapshot((*session.tokens, 8), heads=1, dim=2, vocab=2))
+        session.rewind(late + 20)
+    case = Case(tmp_path, path.read_bytes())
+    places = [p + RECORD_SIZE + 8 for p, k, _ in case.records if k == Kind.INDEX]
+    assert len(places) == 2
+    report = case.flipped(*places)
+    assert report.complete
+    case.check(report)
+
+
 def test_a_damaged_index_with_a_lost_span_falls_back_and_says_so(long: Case) -> None:
     """Without the INDEX a span that cannot be read also takes the list of what follows."""
     index = long.file.commit.index
