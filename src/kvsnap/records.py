@@ -40,6 +40,8 @@ MAJOR, MINOR = 1, 0
 HEADER_SIZE, RECORD_SIZE, FOOTER_SIZE = 128, 64, 64
 MAX_LENGTH = 2**62
 CRITICAL = 1
+ENCRYPTED = 1
+KNOWN_FEATURES = ENCRYPTED
 TAIL_READ = 64 * 1024
 
 _HEADER = struct.Struct("<8sHHIQQB7s16sQq48s")
@@ -51,7 +53,7 @@ _U64 = struct.Struct("<Q")
 class Kind:
     """Record kinds, section 4. Numbers on disk: append-only."""
 
-    IDENTITY, LAYOUT, SPAN, STATE, NOTE, INDEX, COMMIT, BASE = 1, 2, 3, 4, 5, 6, 7, 8
+    IDENTITY, LAYOUT, SPAN, STATE, NOTE, INDEX, COMMIT, BASE, KEY = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 
 KIND_NAMES = {value: name for name, value in vars(Kind).items() if name.isupper()}
@@ -144,12 +146,12 @@ def read_header(reader: ReadAt) -> FileHeader:
     if not intact:
         raise DamagedError("the file header does not fit its checksum", path=reader.path, offset=120)
     _, _, _, size, required, optional, use, reserved, file_id, salt, created, rest = fields
-    if required:
+    if required & ~KNOWN_FEATURES:
         raise VersionError(
             "needs features that this release does not know",
             path=reader.path,
             offset=16,
-            expected="0",
+            expected=f"at most {KNOWN_FEATURES:#x}",
             found=hex(required),
         )
     if size != HEADER_SIZE or use not in (SNAPSHOT, SESSION) or any(reserved) or any(rest):

@@ -18,6 +18,7 @@ from kvsnap.files import Appender, Reader, write_whole
 from kvsnap.formats.native.journal import Journal, Published, empty_file
 from kvsnap.formats.native.live import cut_entries
 from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.sealed import refuse_encrypted
 from kvsnap.formats.native.tables import (
     Commit,
     Entry,
@@ -76,10 +77,11 @@ class Session:
         """Open a session; with `create` an empty one is made when there is no file.
 
         Raise `BusyError` when another process writes it, `MissingError`, `FormatError`, `VersionError`, `DamagedError`,
-        and `InputError` for a sealed snapshot.
+        `InputError` for a sealed snapshot, and `UnsupportedError` for an encrypted one.
         """
         name = os.path.abspath(os.fspath(path))  # the working directory may change
         if readonly:
+            refuse_encrypted(name)
             file = NativeFile.open(name, mapped=False)
             return cls(Journal(name, None, file), file)
         if create and not os.path.lexists(name):
@@ -87,6 +89,7 @@ class Session:
                 write_whole(name, empty_file(), new=True)
         with ExitStack() as undo:
             appender = undo.enter_context(Appender.open(name))
+            refuse_encrypted(name)
             file = undo.enter_context(closing(NativeFile.open(name, mapped=False)))
             if file.sealed:
                 raise InputError(

@@ -15,6 +15,7 @@ from kvsnap.errors import DamagedError, FormatError
 from kvsnap.files import Reader
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.columns import Columns, JoinedSource
+from kvsnap.formats.native.sealed import open_vault
 from kvsnap.formats.native.sources import PartSource, Sizes
 from kvsnap.formats.native.tables import (
     Commit,
@@ -30,6 +31,7 @@ from kvsnap.identity import Identity
 from kvsnap.layout import Snapshot, Tensor, cut_positions, cut_runs, join_positions, join_runs
 from kvsnap.records import (
     HEADER_SIZE,
+    MAX_LENGTH,
     RECORD_SIZE,
     SNAPSHOT,
     End,
@@ -102,13 +104,18 @@ class Span:
 class NativeFile:
     """One open `.kvsnap` file at one commit. Reading takes no lock; a writer that appends does not disturb it."""
 
-    def __init__(self, reader: FileReader, *, mapped: bool = True) -> None:
+    def __init__(self, reader: FileReader, *, mapped: bool = True, key: bytes | None = None) -> None:
         self.reader = reader
         self.header: FileHeader = read_header(reader)
+        self.vault = open_vault(reader, self.header, key)
+        self.content: FileReader = reader if self.vault is None else self.vault
+        """Where the parts are read from, at the offsets that their tables give."""
         self.end: End = find_end(reader, self.header)
-        self.commit: Commit = parse_commit(self.end.payload, self.path, self.end.footer.commit_offset + RECORD_SIZE)
+        place = self.end.footer.commit_offset
+        payload = self.end.payload if self.vault is None else self.table_of(place, kind=Kind.COMMIT)[0]
+        self.commit: Commit = parse_commit(payload, self.path, place + RECORD_SIZE)
         # A journal may be cut by a later writer, which a mapping would not survive.
-        self.mapped = mapped and self.sealed
+        self.mapped = mapped and self.sealed and self.vault is None
         if self.commit.number != self.end.footer.commit:
             raise FormatError(
                 "COMMIT and its footer disagree", path=self.path, offset=self.end.footer.commit_offset,
@@ -116,19 +123,19 @@ class NativeFile:
             )  # fmt: skip
 
     @staticmethod
-    def open(path: str | os.PathLike[str], *, mapped: bool = True) -> NativeFile:
-        """Open a file. Raise `MissingError`, `FormatError`, `VersionError` or `DamagedError`.
+    def open(path: str | os.PathLike[str], *, mapped: bool = True, key: bytes | None = None) -> NativeFile:
+        """Open a file. Raise `MissingError`, `FormatError`, `VersionError`, `DamagedError` or `KeyNeededError`.
 
         Where a writer cuts off the end that was being looked at (a torn tail, a turn that failed), it is opened again.
         """
         for _ in range(_TRIES):
             reader = Reader(path)
             try:
-                return NativeFile(reader, mapped=mapped)
+                return NativeFile(reader, mapped=mapped, key=key)
             except DamagedError:
                 if os.stat(path).st_size == reader.size:
                     raise
-        return NativeFile(Reader(path), mapped=mapped)
+        return NativeFile(Reader(path), mapped=mapped, key=key)
 
     @property
     def path(self) -> str | None:
@@ -145,9 +152,17 @@ class NativeFile:
         if isinstance(self.reader, Reader):
             self.reader.close()
 
+    def table_of(self, offset: int, *, kind: int | None = None, limit: int = MAX_LENGTH) -> tuple[bytes, int, int]:
+        """Read the table of a record; return it, the length of the payload, and the record's header checksum.
+
+        Of an encrypted file table and length are the plain ones. Raise `DamagedError`, `FormatError`, `TamperedError`.
+        """
+        record, raw = read_record(self.reader, self.header, offset, kind=kind, limit=limit)
+        check = int.from_bytes(record.pack(self.header.salt, offset)[56:], "little")
+        return *((raw, record.length) if self.vault is None else self.vault.table(offset, record, raw)), check
+
     def _payload(self, offset: int, kind: int) -> tuple[bytes, int]:
-        _, payload = read_record(self.reader, self.header, offset, kind=kind, limit=MAX_JSON)
-        return payload, offset + RECORD_SIZE
+        return self.table_of(offset, kind=kind, limit=MAX_JSON)[0], offset + RECORD_SIZE
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -155,7 +170,7 @@ class NativeFile:
         commit = self.commit
         kept: tuple[Entry, ...] = ()
         if commit.index:
-            _, payload = read_record(self.reader, self.header, commit.index, kind=Kind.INDEX)
+            payload, _, _ = self.table_of(commit.index, kind=Kind.INDEX)
             kept = parse_index(payload, self.path, commit.index + RECORD_SIZE)
             if commit.index_kept > len(kept):
                 raise FormatError(
@@ -215,10 +230,9 @@ class NativeFile:
 
     def table_at(self, offset: int, kind: int) -> tuple[ReadTable, int, int]:
         """Read the table of a SPAN or STATE; return it, the offset of its payload, and the record's header checksum."""
-        record, raw = read_record(self.reader, self.header, offset, kind=kind)
-        check = int.from_bytes(record.pack(self.header.salt, offset)[56:], "little")
+        raw, length, check = self.table_of(offset, kind=kind)
         place = offset + RECORD_SIZE
-        return parse_table(raw, record.length, self.path, place), place, check
+        return parse_table(raw, length, self.path, place), place, check
 
     def spans(self) -> Iterator[Span]:
         """Yield the spans of the live list in order, each checked against its entry and the digest of the history."""
@@ -252,13 +266,13 @@ class NativeFile:
             )  # fmt: skip
         sizes, tensors = Sizes(self.geometry.tensors, replaced=True), {}
         for part in table.parts:
-            source = PartSource(self.reader, sizes, part, payload, mapped=self.mapped)
+            source = PartSource(self.content, sizes, part, payload, mapped=self.mapped)
             tensors[part.tensor] = Tensor(source.spec, source, n_rows=part.n_rows, bound=part.bound)
         return tensors, schema.parse_sampler(table.meta, self.path, payload)
 
     def snapshot(self) -> Snapshot:
         """Return everything as a snapshot. Tensor bytes are read, and checked, when they are first used."""
-        columns = Columns(self.reader, Sizes(self.geometry.tensors, replaced=False), mapped=self.mapped)
+        columns = Columns(self.content, Sizes(self.geometry.tensors, replaced=False), mapped=self.mapped)
         ids: list[npt.NDArray[np.int32]] = []
         text: str | None = ""
         runs: tuple[Run, ...] = ()
