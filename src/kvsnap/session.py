@@ -18,13 +18,13 @@ from kvsnap.files import Appender, Reader, write_whole
 from kvsnap.formats.native.journal import Journal, Published, empty_file
 from kvsnap.formats.native.live import cut_entries
 from kvsnap.formats.native.read import NativeFile
-from kvsnap.formats.native.sealed import refuse_encrypted
 from kvsnap.formats.native.tables import (
     Commit,
     Entry,
     Operation,
 )
 from kvsnap.formats.native.turns import check_continues, merged_geometry, merged_identity, walk, write_turn
+from kvsnap.formats.native.vault import refuse_encrypted
 from kvsnap.formats.native.write import SaveReport, check_counts, report_of
 from kvsnap.identity import Identity
 from kvsnap.layout import Snapshot

@@ -9,7 +9,8 @@ from kvsnap.errors import DamagedError, FormatError, InputError
 from kvsnap.files import Reader, replacing
 from kvsnap.formats.native.closed import verify_closed
 from kvsnap.formats.native.read import BytesReader, NativeFile
-from kvsnap.formats.native.sealed import Lock, is_encrypted, lock_of
+from kvsnap.formats.native.sealed import Lock, lock_of
+from kvsnap.formats.native.vault import is_encrypted
 from kvsnap.formats.native.verify import Damage, VerifyReport, verify_file
 from kvsnap.formats.native.write import MemorySink, SaveReport, write_snapshot
 from kvsnap.layout import Snapshot

@@ -6,7 +6,7 @@ import os
 
 from kvsnap.errors import DamagedError, FormatError
 from kvsnap.files import Reader
-from kvsnap.formats.native.sealed import check_key_record, read_key_info, read_stretch, stretches_of
+from kvsnap.formats.native.vault import check_key_record, read_key_info, read_stretch, stretches_of
 from kvsnap.formats.native.verify import Damage, VerifyReport
 from kvsnap.protocols import Progress
 from kvsnap.records import (

@@ -15,7 +15,6 @@ from kvsnap.errors import DamagedError, FormatError
 from kvsnap.files import Reader
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.columns import Columns, JoinedSource
-from kvsnap.formats.native.sealed import open_vault
 from kvsnap.formats.native.sources import PartSource, Sizes
 from kvsnap.formats.native.tables import (
     Commit,
@@ -27,6 +26,7 @@ from kvsnap.formats.native.tables import (
     parse_json,
     parse_table,
 )
+from kvsnap.formats.native.vault import open_vault
 from kvsnap.identity import Identity
 from kvsnap.layout import Snapshot, Tensor, cut_positions, cut_runs, join_positions, join_runs
 from kvsnap.records import (

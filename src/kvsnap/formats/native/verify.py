@@ -12,9 +12,9 @@ import xxhash
 from kvsnap import codecs
 from kvsnap.errors import DamagedError, FormatError, KvsnapError, TamperedError, UnsupportedError, VersionError
 from kvsnap.formats.native.read import NativeFile
-from kvsnap.formats.native.sealed import check_key_record
 from kvsnap.formats.native.sources import PartSource, Sizes
 from kvsnap.formats.native.tables import ReadTable, parse_commit
+from kvsnap.formats.native.vault import check_key_record
 from kvsnap.protocols import Progress
 from kvsnap.records import (
     FOOTER_SIZE,
@@ -131,6 +131,7 @@ def _live_records(file: NativeFile, walk: _Walk) -> None:
     commit = file.commit
     walk.live = {
         file.end.footer.commit_offset, commit.identity, commit.layout, commit.state, commit.note, commit.index,
+        *([HEADER_SIZE] if file.vault else []),
     } - {0}  # fmt: skip
     token = 0
     for entry in file.entries:
