@@ -83,7 +83,7 @@ def test_every_command_explains_itself_with_examples(kv: Call) -> None:
     assert kv("--help").code == 0
     assert set(root.commands) == {
         "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo",
-        "convert",
+        "convert", "keygen",
     }  # fmt: skip
     for name, command in root.commands.items():
         shown = kv(name, "--help")
@@ -103,6 +103,7 @@ def test_the_page_of_the_docs_names_every_command_and_option() -> None:
         for option in command.params:
             if isinstance(option, click.Option) and option.name not in ("as_json", "help"):
                 shared = {"model", "dtype", "attention", "accept", "max_tokens", "codec"} | set(Sampler.__slots__)
+                shared |= {"key_file", "key_command", "encrypt", "cipher", "key_label"}
                 where = page if option.name in shared else text
                 assert f"`{option.opts[-1]}" in where or f"{option.opts[0]}" in where, (name, option.opts)
 
@@ -144,7 +145,7 @@ def test_warnings_of_idle_settings_are_told_once_and_only_then() -> None:
 
 
 def test_a_bug_is_1_and_asks_for_a_report(kv: Call, sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(path: str) -> None:
+    def broken(path: str, **_: object) -> None:
         raise ZeroDivisionError("oh")
 
     monkeypatch.setattr(kvsnap, "inspect", broken)
@@ -160,7 +161,7 @@ def test_a_bug_is_1_and_asks_for_a_report(kv: Call, sealed: Path, monkeypatch: p
 
 
 def test_an_interrupt_is_130(kv: Call, sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: str) -> None:
+    def interrupted(path: str, **_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(kvsnap, "inspect", interrupted)

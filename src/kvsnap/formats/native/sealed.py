@@ -11,7 +11,7 @@ import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -22,6 +22,7 @@ from kvsnap.errors import (
     VersionError,
 )
 from kvsnap.formats.native.tables import canonical_json, parse_json
+from kvsnap.protocols import Sink
 from kvsnap.records import (
     CRITICAL,
     HEADER_SIZE,
@@ -33,9 +34,6 @@ from kvsnap.records import (
     seeded,
 )
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["BodyWriter", "KeyInfo", "Lock", "Seal", "lock_of", "new_seal", "seal_table"]
 
 STRETCH = 1 << 20
@@ -45,13 +43,6 @@ AROUND = SUM + crypto.OVERHEAD
 MAX_KEY = 1 << 16
 _DATA = struct.Struct("<32sBB6sQQQQQQ")
 _U64 = struct.Struct("<Q")
-
-
-class Sink(Protocol):
-    """What pieces are written to."""
-
-    def write_at(self, buffers: Sequence[Any], offset: int) -> int:
-        """Write all buffers one behind the other at `offset`; return the number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
