@@ -109,4 +109,4 @@ clean-environments:  ## the environments that this file made
 	@$(ENVIRONMENT) core-$* "$(PYTHON)" '-e .[crypto,test]'
 
 .venvs/transformers-%/.stamp: $(STAMP_NEEDS)
-	@$(ENVIRONMENT) transformers-$* "$(PYTHON)" torch smollm2 'transformers==$* -e .[transformers,test]'
+	@$(ENVIRONMENT) transformers-$* "$(PYTHON)" torch smollm2 'transformers==$* -e .[transformers,crypto,test]'

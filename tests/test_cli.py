@@ -614,7 +614,7 @@ def test_a_terminal_without_the_characters_gets_marks_instead(sealed: Path) -> N
 def test_an_error_of_the_system_is_not_taken_for_lost_output(
     kv: Call, sealed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def denied(*_: Any) -> None:
+    def denied(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied", "somewhere")
 
     monkeypatch.setattr("kvsnap.inspect", denied)

@@ -40,6 +40,7 @@ from kvsnap.session import Session
 from spec_file import COMMIT, IDENTITY, KEY, LAYOUT, NOTE, SPAN, STATE, STRETCH, Minimal, SpecReader, h64, h128, up
 from synthetic import DATA, same, snapshot
 from test_native import DTYPES, SHAPES, check_against_spec, make
+from test_native_hostile import CASES, CHANGES
 
 OURS, OTHER = synthetic.KEY, bytes(range(1, 33))
 
@@ -718,6 +719,28 @@ def test_a_plain_file_has_no_key_record(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(m.build())
     for key in (OURS, None):
         assert "KEY stands where none may be" in str([*kvsnap.verify(tmp_path / "a", key=key).damages])
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_owner_of_the_key_is_not_trusted_either(name: str, tmp_path: Path) -> None:
+    """What a writer did wrong before it sealed the bytes is refused as in a plain file, and is no tampering."""
+    m = Minimal(key=OURS)
+    if CHANGES[name](m) is not None:
+        return  # a file that is not made from the one at hand
+    (tmp_path / "a").write_bytes(m.build())
+    expected = CASES[name][1]
+    error: KvsnapError | None = None
+    try:
+        read_all((tmp_path / "a").read_bytes())
+        report = kvsnap.verify(tmp_path / "a", key=OURS)
+        assert not report.tampered
+    except KvsnapError as caught:
+        error = caught
+    bases = [c.__name__ for c in type(error).__mro__] if error else []
+    assert bool(expected) == (error is not None or not report.ok), bases
+    assert not isinstance(error, TamperedError)
+    if error is not None:
+        assert expected in bases, error
 
 
 # -- negative controls: what the bindings are for ------------------------------------------------------------
