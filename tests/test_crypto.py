@@ -274,6 +274,7 @@ def test_a_key_that_is_not_32_bytes_is_refused_and_not_shown(key: Any, tmp_path:
         with pytest.raises(InputError) as caught:
             call()
         assert "0000" not in str(caught.value)
+    assert repr(OURS) not in repr(native.Lock(OURS))
     assert not (tmp_path / "b").exists()
 
 
@@ -741,6 +742,16 @@ def test_the_owner_of_the_key_is_not_trusted_either(name: str, tmp_path: Path) -
     assert not isinstance(error, TamperedError)
     if error is not None:
         assert expected in bases, error
+
+
+def test_padding_inside_a_body_is_checked_by_verify(tmp_path: Path) -> None:
+    for padding, ok in ((b"\0", True), (b"\1", False)):
+        m = Minimal(key=OURS)
+        m.span["part_padding"] = padding  # sealed, so only the owner of the key can have written it
+        (tmp_path / "a").write_bytes(m.build())
+        report = kvsnap.verify(tmp_path / "a", key=OURS)
+        assert (report.ok, "padding is not zero" in str(report.damages)) == (ok, not ok)
+        assert not report.tampered
 
 
 # -- negative controls: what the bindings are for ------------------------------------------------------------
