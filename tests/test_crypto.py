@@ -188,6 +188,17 @@ def test_inspect_tells_cipher_and_label(tmp_path: Path) -> None:
     assert caught.value.path == str(tmp_path / "a")
 
 
+def test_a_label_cannot_write_on_the_terminal(tmp_path: Path) -> None:
+    synthetic.tiny().save(tmp_path / "a", key=OURS, label="a\x1b[2J\n\u202eb" + "x" * 500)
+    assert kvsnap.inspect(tmp_path / "a", key=OURS).key_label.startswith("a\x1b")
+    with pytest.raises(KeyNeededError) as caught:
+        kvsnap.load(tmp_path / "a")
+    shown = str(caught.value)
+    assert 'key "a?[2J??bxxx' in shown
+    assert shown.isprintable()
+    assert len(shown) < 300
+
+
 # -- what shows ----------------------------------------------------------------------------------------------
 
 

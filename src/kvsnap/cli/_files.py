@@ -107,7 +107,8 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
 
 
 def _encryption(s: Summary) -> str:
-    return s.encryption + (f", key {QUOTE}{s.key_label}{QUOTE}" if s.key_label else "")
+    label = "".join(c if c.isprintable() else "?" for c in s.key_label)
+    return s.encryption + (f", key {QUOTE}{label}{QUOTE}" if label else "")
 
 
 def _runtime(s: Summary) -> list[str]:

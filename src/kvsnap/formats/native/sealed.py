@@ -41,6 +41,7 @@ SUM = 8
 AROUND = SUM + crypto.OVERHEAD
 """Bytes that a stretch of the body takes besides its own."""
 MAX_KEY = 1 << 16
+_SHOWN = 80
 _DATA = struct.Struct("<32sBB6sQQQQQQ")
 _U64 = struct.Struct("<Q")
 
@@ -63,7 +64,9 @@ class KeyInfo:
         return payload
 
     def __str__(self) -> str:
-        return self.cipher + (f', key "{self.label}"' if self.label else "")
+        # Anyone can have written the label: what would move a terminal's cursor is not shown.
+        label = "".join(c if c.isprintable() else "?" for c in self.label[:_SHOWN])
+        return self.cipher + (f', key "{label}"' if label else "")
 
 
 def parse_key_info(payload: bytes, path: str | None, offset: int) -> KeyInfo:

@@ -150,9 +150,9 @@ class Vault:
             insort(self._starts, body.plain)
         return plain, len(plain) + body.length
 
-    def _unseal(self, sealed: bytes, data: bytes, record: RecordHeader, offset: int) -> bytes:
+    def _unseal(self, piece: bytes, data: bytes, record: RecordHeader, offset: int) -> bytes:
         try:
-            return self._seal.box.unseal(sealed, data)
+            return self._seal.box.unseal(piece, data)
         except TamperedError as error:
             raise TamperedError(f"{record.name}: {error.message}", path=self.path, offset=offset) from error
 
@@ -160,9 +160,9 @@ class Vault:
         offset, known, plain = self._last
         if (offset, known) == (body.offset, number):
             return plain
-        sealed = read_stretch(self._reader, self._seal.salt, body, number)
+        stored = read_stretch(self._reader, self._seal.salt, body, number)
         data = self._seal.data(body.record, body.offset, number)
-        plain = self._unseal(sealed, data, body.record, body.piece(number)[0])
+        plain = self._unseal(stored, data, body.record, body.piece(number)[0])
         self._last = (body.offset, number, plain)
         return plain
 
@@ -207,7 +207,8 @@ def read_key_info(reader: ReadAt, header: FileHeader) -> tuple[KeyInfo, bytes]:
     if record.flags != CRITICAL or record.sequence:
         raise FormatError("KEY: a field of its header has another value", path=reader.path, offset=HEADER_SIZE)
     info = sealed.parse_key_info(payload, reader.path, HEADER_SIZE + RECORD_SIZE)
-    return info, sealed.context_of(reader.read_at(0, HEADER_SIZE), reader.read_at(HEADER_SIZE, RECORD_SIZE), payload)
+    # Packed again, not read again: what is authenticated is what was parsed, whatever happens to the file meanwhile.
+    return info, sealed.context_of(header.pack(), record.pack(header.salt, HEADER_SIZE), payload)
 
 
 def check_key_record(reader: ReadAt, header: FileHeader, offset: int) -> None:
