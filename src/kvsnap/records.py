@@ -40,8 +40,6 @@ MAJOR, MINOR = 1, 0
 HEADER_SIZE, RECORD_SIZE, FOOTER_SIZE = 128, 64, 64
 MAX_LENGTH = 2**62
 CRITICAL = 1
-ENCRYPTED = 1
-KNOWN_FEATURES = ENCRYPTED
 TAIL_READ = 64 * 1024
 
 _HEADER = struct.Struct("<8sHHIQQB7s16sQq48s")
@@ -59,6 +57,9 @@ class Kind:
 KIND_NAMES = {value: name for name, value in vars(Kind).items() if name.isupper()}
 WITH_PARTS = (Kind.SPAN, Kind.STATE)
 SNAPSHOT, SESSION = 1, 2
+ENCRYPTED = 1  # required feature bit 0: payloads are sealed under a key
+FORKED = 2  # required feature bit 1: the history starts in another file
+KNOWN_FEATURES = ENCRYPTED | FORKED
 
 
 class ReadAt(Protocol):
@@ -151,10 +152,11 @@ def read_header(reader: ReadAt) -> FileHeader:
             "needs features that this release does not know",
             path=reader.path,
             offset=16,
-            expected=f"at most {KNOWN_FEATURES:#x}",
+            expected=f"none but {KNOWN_FEATURES:#x}",
             found=hex(required),
         )
-    if size != HEADER_SIZE or use not in (SNAPSHOT, SESSION) or any(reserved) or any(rest):
+    impossible = required & FORKED and use != SESSION
+    if size != HEADER_SIZE or use not in (SNAPSHOT, SESSION) or any(reserved) or any(rest) or impossible:
         raise FormatError("a header field has a value that version 1 does not know", path=reader.path, offset=12)
     return FileHeader(use, file_id, salt, created, major, minor, required, optional)
 
@@ -303,6 +305,17 @@ def _commit_of(reader: ReadAt, header: FileHeader, footer: Footer) -> bytes:
             "COMMIT does not fit the digest in its footer", path=reader.path, offset=footer.commit_offset
         )
     return payload
+
+
+def end_at(reader: ReadAt, header: FileHeader, offset: int, digest: bytes) -> End:
+    """Return the published end that a COMMIT at this offset made, whatever follows it. Raise `DamagedError`."""
+    record, payload = read_record(reader, header, offset, kind=Kind.COMMIT)
+    found = commit_digest(record.pack(header.salt, offset), payload)
+    if found != digest:
+        raise DamagedError(
+            "another COMMIT stands here", path=reader.path, offset=offset, expected=digest.hex(), found=found.hex()
+        )
+    return End(Footer(offset, record.commit, record_end(offset, record) + FOOTER_SIZE, digest), payload, 0)
 
 
 def find_end(reader: ReadAt, header: FileHeader) -> End:

@@ -9,7 +9,7 @@ from kvsnap import inspect
 from kvsnap.errors import InputError, KvsnapError, MissingError, StorageError
 from kvsnap.formats.native import is_encrypted
 
-__all__ = ["check_apart", "check_session", "check_target", "is_sealed"]
+__all__ = ["check_apart", "check_new", "check_session", "check_target", "is_sealed"]
 
 
 def check_target(path: str, *, overwrite: bool = True, option: str = "--save") -> None:
@@ -51,6 +51,13 @@ def _check_place(path: str, option: str) -> None:
         raise InputError("a regular file is needed, this is a link or a device", path=path)
     if not os.access(directory, os.W_OK | os.X_OK):
         raise StorageError("no permission to write in this directory", path=directory)
+
+
+def check_new(path: str) -> None:
+    """Raise as `check_target` does, and `InputError` when there is anything of this name."""
+    _check_place(path, "NEW")
+    if os.path.lexists(path):
+        raise InputError("there is a file of this name: use another name", path=path)
 
 
 def check_session(path: str) -> None:
