@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import os
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,6 +67,17 @@ def unsynced() -> Iterator[None]:
     """The operations are recorded, but the disk that the tests run on is not made to wait for each."""
     with mock.patch.object(files.system, "sync", return_value=None):
         yield
+
+
+@contextmanager
+def in_memory() -> Iterator[Path]:
+    """A directory in memory where there is one: thousands of files are written, and no disk has to last."""
+    memory = Path("/dev/shm")  # noqa: S108 # the directory made in it has a random name
+    directory = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
 
 
 # -- the disk -------------------------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 """A crash behind every operation of everything that writes: the old content or the new, whole, and once done the new.
 
-`crash_disk` makes the states. A further operation that writes is one more scenario here.
+`crash_disk` makes the states, `crash_scenarios` says what is done.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -20,154 +19,38 @@ import numpy as np
 import pytest
 
 import kvsnap
-from crash_disk import Content, Disk, Inode, Log, Mark, Scenario, explore, play, unsynced
+from crash_disk import Content, Disk, Inode, Log, Mark, Scenario, explore, in_memory, play, unsynced
+from crash_scenarios import (
+    NAME,
+    OTHER,
+    SCENARIOS,
+    SHAPE,
+    TOLD,
+    append,
+    create,
+    reset,
+    save,
+    truncate,
+    turn,
+    write_and_remove,
+)
 from kvsnap import files
-from kvsnap.errors import DamagedError
-from kvsnap.files import Appender, Writer, remove, write_whole
+from kvsnap.files import Appender, Writer
 from kvsnap.formats import native
-from kvsnap.formats.native.journal import Journal, empty_file
-from kvsnap.inspection import verify
-from kvsnap.layout import Snapshot, Tensor
+from kvsnap.formats.native.journal import Journal
 from kvsnap.session import Session
-from synthetic import SAMPLER, same, snapshot
+from synthetic import same, snapshot
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the promises tested here are those of POSIX systems")
-
-TOKENS = tuple(range(100, 190))
-NAME = "a.kvsnap"
-SHAPE: dict[str, Any] = {"heads": 1, "dim": 4, "vocab": 4}
-EMPTY = native.loads(empty_file())
-TOLD: Counter[str] = Counter()  # what sessions said about what was left behind
-
-
-def turn(number: int, **fields: Any) -> Snapshot:
-    """Turn `number` (from 1): three tokens more than the one before, the last of them not evaluated."""
-    made = snapshot(TOKENS[: 3 * number], n_pending=1, **SHAPE | {"start": fields.pop("start", 0)})
-    return replace(made, text="word " * number, sampler=SAMPLER, metadata={"turn": str(number)}, **fields)
-
-
-def small(number: int) -> Snapshot:
-    return snapshot(TOKENS[:number], heads=1, dim=1, vocab=0)
 
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory in memory where there is one: thousands of files are written, and no disk has to last."""
-    memory = Path("/dev/shm")  # noqa: S108 # the directory made in it has a random name
-    directory = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
-    yield directory
-    shutil.rmtree(directory)
+    with in_memory() as directory:
+        yield directory
 
 
-# -- scenarios ------------------------------------------------------------------------------------------------
-
-
-def create(directory: Path) -> Iterator[Mapping[str, Content]]:
-    yield {NAME: None}
-    Session.open(directory / NAME).close()
-    yield {NAME: EMPTY}
-
-
-def append(directory: Path) -> Iterator[Mapping[str, Content]]:
-    with Session.open(directory / NAME) as session:
-        yield {NAME: EMPTY}
-        for number in (1, 2, 3):
-            session.append(turn(number), complete=number != 2)
-            yield {NAME: turn(number)}
-
-
-def append_partial_captures(directory: Path) -> Iterator[Mapping[str, Content]]:
-    with Session.open(directory / NAME) as session:
-        session.append(turn(1))
-        yield {NAME: turn(1)}
-        for number in (2, 3):
-            session.append(turn(number, start=session.n_rows))
-            yield {NAME: turn(number)}
-
-
-def append_recurrent(directory: Path) -> Iterator[Mapping[str, Content]]:
-    made = [snapshot(TOKENS[:n], recurrent=True, **SHAPE) for n in (3, 6)]
-    with Session.open(directory / NAME) as session:
-        session.append(made[0])
-        yield {NAME: made[0]}
-        session.append(made[1])
-        yield {NAME: made[1]}
-
-
-def truncate(directory: Path) -> Iterator[Mapping[str, Content]]:
-    with Session.open(directory / NAME) as session:
-        for number in (1, 2, 3):
-            session.append(turn(number))
-        yield {NAME: turn(3)}
-        session.truncate(6)  # where a turn ended
-        back = replace(turn(2), metadata={"turn": "3"})
-        yield {NAME: back}
-        session.truncate(4)  # inside a turn: its state and its text do not belong to this end
-        cut = replace(snapshot(TOKENS[:4], **SHAPE), logits=None, metadata={"turn": "3"})
-        yield {NAME: cut}
-        other = snapshot((*TOKENS[:4], 7, 8), **SHAPE)
-        session.append(other)
-        yield {NAME: replace(other, metadata={"turn": "3"})}
-
-
-def reset(directory: Path) -> Iterator[Mapping[str, Content]]:
-    with Session.open(directory / NAME) as session:
-        session.append(turn(1))
-        yield {NAME: turn(1)}
-        session.reset()
-        yield {NAME: session_without_history(turn(1))}
-        other = replace(snapshot((1, 2, 3), **SHAPE), metadata={"a": "b"})
-        session.append(other)
-        yield {NAME: other}
-
-
-def session_without_history(before: Snapshot) -> Snapshot:
-    """What a reset leaves of a session: identity, metadata, and the shape of the cache."""
-    made = snapshot((), **SHAPE)
-    return replace(made, identity=before.identity, metadata=before.metadata)
-
-
-def rewrite_of_the_index(directory: Path) -> Iterator[Mapping[str, Content]]:
-    """The tail of entries grows beyond 32 on the way, so an INDEX is written; then it is kept in part."""
-    with Session.open(directory / NAME) as session:
-        for number in range(1, 32):
-            session.append(small(number))
-        yield {NAME: small(31)}
-        for number in range(32, 36):
-            session.append(small(number))
-            yield {NAME: small(number)}
-        assert session._now.commit.index
-        assert 0 < session._now.commit.index_kept < 35
-        session.truncate(5)
-        yield {NAME: small(5)}
-        session.append(small(6))
-        yield {NAME: small(6)}
-
-
-def failed_append(directory: Path) -> Iterator[Mapping[str, Content] | Mark]:
-    """A turn fails half written and is cut off; the next one goes to the same place."""
-
-    class Unreadable:
-        def array(self) -> Any:
-            raise DamagedError("a source that cannot be read")
-
-        read_into = None
-
-    other = snapshot((*TOKENS[:3], 1, 2, 3), **SHAPE)
-    k, v = other.layers[0].tensors
-    bad = replace(other.layers[0], tensors=(k, Tensor(v.spec, Unreadable(), n_rows=v.n_rows)))
-    with Session.open(directory / NAME) as session:
-        session.append(turn(1))
-        yield {NAME: turn(1)}
-        with pytest.raises(DamagedError):
-            session.append(replace(other, layers=(bad,)))
-        yield {NAME: turn(1)}
-        session.append(turn(2))
-        yield {NAME: turn(2)}
-
-
-OTHER_TOKENS = (*TOKENS[:3], 1, 2, 3)
-OTHER = replace(turn(2), tokens=OTHER_TOKENS, layers=snapshot(OTHER_TOKENS, n_pending=1, **SHAPE).layers)
+# -- two failures, one after the other -----------------------------------------------------------------------
 
 
 class StoppedError(BaseException):
@@ -224,90 +107,7 @@ def killed(at: int) -> Scenario:
     return scenario
 
 
-def save(directory: Path) -> Iterator[Mapping[str, Content]]:
-    yield {NAME: None}
-    for number in (1, 2, 3):
-        kvsnap.save(turn(number), directory / NAME)
-        yield {NAME: turn(number)}
-
-
-def write_and_remove(directory: Path) -> Iterator[Mapping[str, Content]]:
-    """What pointers from names to files are made of."""
-    write_whole(directory / "other", b"stays")
-    yield {"name": None, "other": b"stays"}
-    files.make_directory(directory / "sub" / "sub")
-    yield {"name": None, "other": b"stays"}
-    write_whole(directory / "sub" / "sub" / "name", b"one", new=True)
-    yield {"sub/sub/name": b"one", "other": b"stays"}
-    write_whole(directory / "sub" / "sub" / "name", b"two")
-    yield {"sub/sub/name": b"two", "other": b"stays"}
-    remove(directory / "sub" / "sub" / "name")
-    yield {"sub/sub/name": None, "other": b"stays"}
-
-
-# -- what comes after a crash -----------------------------------------------------------------------------------
-
-
-def go_on_with_the_session(directory: Path) -> Iterator[Mapping[str, Content]]:
-    """Open at what the crash left, append, verify, cut back: what fell off is told, and nothing of it comes back."""
-    path = directory / NAME
-    if not path.exists():
-        yield {NAME: None}
-        Session.open(path).close()
-        yield {NAME: EMPTY}
-        return
-    size = path.stat().st_size
-    report = verify(path)
-    assert report.ok, report.damages
-    with Session.open(path) as session:
-        assert path.stat().st_size == size, "opening changed the file"
-        assert session.dropped == report.dropped == size - session.nbytes
-        assert bool(session.dropped) == bool(report.notes)
-        assert set(session.notes) <= set(report.notes)
-        TOLD["torn tail"] += bool(session.dropped)
-        TOLD["unreadable commit"] += bool(session.notes)
-        found = session.load()
-        yield {NAME: found}
-        width = found.layers[0].tensors[0].spec.shape[-1] if found.layers else 4
-        made = snapshot(
-            (*found.tokens, 11, 12), heads=1, dim=width, vocab=4 if width == 4 else 0, recurrent=is_recurrent(found),
-        )  # fmt: skip
-        session.append(made)
-        yield {NAME: replace(made, metadata=found.metadata)}
-        assert session.nbytes == path.stat().st_size, "the torn tail is gone"
-        report = verify(path)
-        assert report.ok
-        assert not report.damages, report.damages
-        assert not report.dropped
-        assert [t.commit for t in session.history] == list(range(session.n_commits, 0, -1))[::-1]
-
-
-def is_recurrent(found: Snapshot) -> bool:
-    return any(t.spec.role == "recurrent" for t in found.tensors())
-
-
-def save_again(directory: Path) -> Iterator[Mapping[str, Content]]:
-    path = directory / NAME
-    yield {NAME: native.load(path) if path.exists() else None}
-    kvsnap.save(turn(4), path)
-    assert verify(path).ok
-    yield {NAME: turn(4)}
-
-
 # -- the tests ------------------------------------------------------------------------------------------------
-
-SCENARIOS: dict[str, tuple[Scenario, Scenario | None]] = {
-    "create": (create, go_on_with_the_session),
-    "append": (append, go_on_with_the_session),
-    "append partial captures": (append_partial_captures, go_on_with_the_session),
-    "append recurrent states": (append_recurrent, go_on_with_the_session),
-    "truncate": (truncate, go_on_with_the_session),
-    "reset": (reset, go_on_with_the_session),
-    "rewrite of the index": (rewrite_of_the_index, go_on_with_the_session),
-    "failed append, then a good one": (failed_append, go_on_with_the_session),
-    "save": (save, save_again),
-    "write and remove": (write_and_remove, None),
-}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
