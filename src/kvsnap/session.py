@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any
 from kvsnap import codecs
 from kvsnap.errors import ConflictError, InputError
 from kvsnap.files import Appender, Reader, write_whole
+from kvsnap.formats.native.base import Base
+from kvsnap.formats.native.copy import CompactReport, CopyReport, check_alone, copy_session, replace_compacted
+from kvsnap.formats.native.fork import at_commit
 from kvsnap.formats.native.journal import Journal, Published, empty_file
-from kvsnap.formats.native.live import cut_entries
+from kvsnap.formats.native.live import cut_live
 from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.schema import Geometry
 from kvsnap.formats.native.tables import (
     Commit,
     Entry,
@@ -52,7 +56,52 @@ class Turn:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-class Session:
+class _Counts:
+    """What a session says of its last published commit, without reading anything."""
+
+    _journal: Journal
+
+    @property
+    def _now(self) -> Published:
+        return self._journal.now
+
+    @property
+    def n_tokens(self) -> int:
+        """Ids in the history."""
+        return self._now.commit.n_tokens
+
+    @property
+    def n_rows(self) -> int:
+        """Positions evaluated."""
+        return self._now.commit.n_rows
+
+    @property
+    def n_pending(self) -> int:
+        """Ids at the end that are not evaluated."""
+        return self._now.commit.n_pending
+
+    @property
+    def n_commits(self) -> int:
+        """Number of the last commit."""
+        return self._now.commit.number
+
+    @property
+    def complete(self) -> bool:
+        """False when the last turn was cut off."""
+        return self._now.commit.complete
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the file up to the last published commit."""
+        return self._now.footer.file_length
+
+    @property
+    def identity(self) -> Identity:
+        """What the session was made with; all unknown while it is empty."""
+        return self._now.identity
+
+
+class Session(_Counts):
     """A session file. Open it with `Session.open`; use it as a context manager.
 
     Open for writing, it holds the exclusive lock of the file until it is closed; readers are not disturbed. After
@@ -98,46 +147,7 @@ class Session:
         file.close()
         return session
 
-    @property
-    def _now(self) -> Published:
-        return self._journal.now
-
     # -- what is there ------------------------------------------------------------------------------------
-
-    @property
-    def n_tokens(self) -> int:
-        """Ids in the history."""
-        return self._now.commit.n_tokens
-
-    @property
-    def n_rows(self) -> int:
-        """Positions evaluated."""
-        return self._now.commit.n_rows
-
-    @property
-    def n_pending(self) -> int:
-        """Ids at the end that are not evaluated."""
-        return self._now.commit.n_pending
-
-    @property
-    def n_commits(self) -> int:
-        """Number of the last commit."""
-        return self._now.commit.number
-
-    @property
-    def complete(self) -> bool:
-        """False when the last turn was cut off."""
-        return self._now.commit.complete
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the file up to the last published commit."""
-        return self._now.footer.file_length
-
-    @property
-    def identity(self) -> Identity:
-        """What the session was made with; all unknown while it is empty."""
-        return self._now.identity
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -164,10 +174,11 @@ class Session:
     @property
     def history(self) -> tuple[Turn, ...]:
         """Every commit, oldest first. Raise `DamagedError` when the chain of commits is broken."""
+        now = self._now
         with closing(Reader(self.path)) as reader:
             turns = [
                 Turn(c.number, c.operation_name, c.complete, c.n_tokens, c.n_rows, c.time_ns, offset)
-                for c, offset in walk(self._now, self._journal.header, reader)
+                for c, offset in walk(now.commit, now.footer.commit_offset, self._journal.header, reader)
             ]
         return tuple(reversed(turns))
 
@@ -186,7 +197,8 @@ class Session:
 
         `snapshot` may be partial (`capture(start=session.n_rows)`). `complete=False` marks a turn that was cut off.
         Raise `InputError` when it does not continue the session (other tokens, or behind it: truncate first),
-        `CompatibilityError` when it is of another model. On any error the session is as before.
+        `CompatibilityError` when it is of another model. On any error the session is as before; only an interrupt that
+        comes during the very last sync finds the turn published.
         """
         with self._turns:
             return self._append(snapshot, complete, codec, progress)
@@ -232,31 +244,95 @@ class Session:
         if n_tokens == 0:
             self.reset()
             return 0
-        unstored = now.commit.n_rows + now.commit.n_pending - now.commit.n_tokens
-        file = NativeFile.open(self.path, mapped=False)
-        entries, offset = cut_entries(file, now.entries, n_tokens, n_tokens + unstored)
-        n_rows = sum(e.n_rows for e in entries)
+        with closing(NativeFile.open(self.path, mapped=False)) as file:
+            cut = cut_live(file, n_tokens)
+            entries = cut.within(file)
+            base = cut.base(now.base, file) if now.base and not entries else None
         commit = replace(
-            now.commit, operation=Operation.TRUNCATE, complete=True, n_tokens=n_tokens, n_rows=n_rows,
-            n_pending=n_tokens + unstored - n_rows, token_offset=offset, state=entries[-1].state,
+            now.commit, operation=Operation.TRUNCATE, complete=True, n_tokens=n_tokens, n_rows=cut.n_rows,
+            n_pending=cut.n_pending, token_offset=cut.token_offset, state=cut.state if entries else 0,
         )  # fmt: skip
-        self._rewrite(commit, entries)
+        self._rewrite(commit, entries, base)
         return n_tokens
 
     def reset(self) -> None:
         """Go back to an empty history, as a commit of its own. The identity stays."""
         with self._turns:
+            base = self._now.base
+            nothing = replace(base, kept=0, n_tokens=0, n_rows=0, history=bytes(16)) if base else None
             commit = replace(
                 self._now.commit, operation=Operation.RESET, complete=True, n_tokens=0, n_rows=0, n_pending=0,
                 token_offset=0, state=0,
             )  # fmt: skip
-            self._rewrite(commit, ())
+            self._rewrite(commit, (), nothing)
 
-    def _rewrite(self, commit: Commit, entries: tuple[Entry, ...]) -> None:
+    def fork(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_tokens: int | None = None,
+        commit: int | None = None,
+        progress: Progress | None = None,
+    ) -> CopyReport:
+        """Write the history to a new session file of its own, which then goes on independently.
+
+        It starts at the last commit or at an earlier one (`commit`: also what was cut off since can be reached so), and
+        keeps all tokens of it or the first `n_tokens`. Parts are copied as they are stored, each checked. In a library
+        `Library.fork` copies nothing. Raise `InputError` when there is a file of this name, `MissingError` for an
+        unknown commit, `DamagedError` when a part that is needed is damaged, `UnsupportedError` as `truncate`.
+        """
+        with self._turns, closing(self._file()) as file:
+            return copy_session(file, path, n_tokens=n_tokens, commit=commit, progress=progress)
+
+    def compact(self, *, progress: Progress | None = None) -> CompactReport:
+        """Write the file anew without what the history no longer needs, and put it in the place of the old one.
+
+        Turns that were cut off are gone afterwards, with their tokens and text, and with them the commits before: they
+        can't be reached any more. Parts are copied as they are stored; the file id is a new one. Raise `DamagedError`
+        naming what is damaged (then `kvsnap.repair` is the way), `StorageError` (no room for both): nothing changed.
+        """
+        with self._turns:
+            self._journal.check_unchanged()
+            with closing(self._file()) as file:
+                check_alone(file)
+                report, appender = replace_compacted(file, self.path, progress)
+            with closing(NativeFile.open(self.path, mapped=False)) as made:
+                self._journal = self._journal.replaced(appender, made)
+            self.dropped, self.notes, self._tokens, self._text = 0, (), None, None
+            return report
+
+    def _file(self) -> NativeFile:
+        footer = self._now.footer
+        return NativeFile(Reader(self.path), mapped=False, at=(footer.commit_offset, footer.digest))
+
+    def rewind(self, commit: int) -> int:
+        """Go to the state after an earlier commit, as a commit of its own; return the number of tokens then.
+
+        So a truncate or a reset is undone, for as long as the file was not compacted. Raise `MissingError` for a commit
+        that the session does not have, `DamagedError` when the way there or its state is damaged.
+        """
+        with self._turns:
+            self._journal.check_writable()
+            with closing(self._file()) as file:
+                then = at_commit(file, commit)
+                then.state()  # what is damaged must not become the current state
+                base, entries, geometry, identity = then.base, then.entries, then.geometry, then.identity
+                made = replace(then.commit, operation=Operation.REWIND)
+            self._rewrite(made, entries, base, geometry, identity)
+            return made.n_tokens
+
+    def _rewrite(
+        self,
+        commit: Commit,
+        entries: tuple[Entry, ...],
+        base: Base | None,
+        geometry: Geometry | None = None,
+        identity: Identity | None = None,
+    ) -> None:
         same = sum(1 for a, b in zip(self._now.entries, entries, strict=False) if a == b)
         with self._journal.writing() as writer:
             self._tokens = self._text = None
-            self._journal.publish(writer, commit, entries, kept=same)
+            self._journal.publish(writer, commit, entries, kept=same, base=base, geometry=geometry, identity=identity)
 
     def close(self) -> None:
         """Close the file and give up the lock."""
@@ -270,16 +346,15 @@ class Session:
     ) -> None:
         self.close()
 
-    # -- inside -------------------------------------------------------------------------------------------
-
     def _new_text(self, snapshot: Snapshot) -> tuple[int | None, str] | None:
-        """Return what is new of the text, and how many characters of the old one it follows (None: all)."""
-        if snapshot.text is None:
-            return None
-        before = "" if not self.n_tokens else self._history()[1]
-        if before is None:
-            return 0, snapshot.text
-        # The last character may have been half of one before: its missing bytes change it.
-        pairs = enumerate(zip(before, snapshot.text, strict=False))
-        kept = next((i for i, (a, b) in pairs if a != b), min(len(before), len(snapshot.text)))
-        return (None if kept == len(before) else kept), snapshot.text[kept:]
+        return None if snapshot.text is None else new_text(self._history()[1] if self.n_tokens else "", snapshot.text)
+
+
+def new_text(before: str | None, text: str) -> tuple[int | None, str]:
+    """Return what is new of a text, and how many characters of the one before it follows (None: all)."""
+    if before is None:
+        return 0, text
+    # The last character may have been half of one before: its missing bytes change it.
+    pairs = enumerate(zip(before, text, strict=False))
+    kept = next((i for i, (a, b) in pairs if a != b), min(len(before), len(text)))
+    return (None if kept == len(before) else kept), text[kept:]

@@ -18,11 +18,12 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING
 
 from kvsnap.errors import BusyError, InputError, KvsnapError, PoisonedError, StorageError
 from kvsnap.files import system
 from kvsnap.files.reading import OpenFile, Reader
+from kvsnap.files.recording import Operation, Recorder
 from kvsnap.files.system import translate
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ __all__ = [
     "remove",
     "remove_left",
     "replacing",
+    "sync_file",
     "translate",
     "write_whole",
 ]
@@ -52,21 +54,6 @@ TEMPORARY_PREFIX = ".kvsnap-"
 _LEFT_AFTER = 60
 
 # -- what crash tests see ----------------------------------------------------------------------------------
-
-Operation: TypeAlias = Literal["create", "write", "sync", "rename", "truncate", "unlink", "fsync-dir", "mkdir"]
-
-
-class Recorder(Protocol):
-    """Sees every durable operation after it succeeded, in order."""
-
-    def record(self, operation: Operation, path: str, offset: int, data: bytes) -> None:
-        """Take note of one operation on `path`, as it was named to the operating system.
-
-        write: `data` went to byte `offset` (one call per system call, so a partial write is seen as such).
-        rename: `data` is the new path, as `os.fsencode` gives it. truncate: `offset` is the new length.
-        All others: offset 0, no data.
-        """
-
 
 recorder: Recorder | None = None
 
@@ -114,6 +101,16 @@ def fsync_directory(path: StrPath) -> None:
         if error.errno not in {errno.EINVAL, errno.ENOTSUP}:  # what file systems answer that can't
             raise translate(error, text, "sync directory") from error
     _note("fsync-dir", text)
+
+
+def sync_file(path: StrPath) -> None:
+    """Make what is in the file `path` durable, whoever wrote it. Raise MissingError, InputError, or StorageError."""
+    text = system.path_text(path)
+    fd = system.open_regular(text, (os.O_RDWR if sys.platform == "win32" else os.O_RDONLY) | system.NOFOLLOW, "sync")
+    try:
+        _sync(fd, text, text, data_only=True)
+    finally:
+        os.close(fd)
 
 
 def make_directory(path: StrPath) -> None:
@@ -384,6 +381,14 @@ class Appender(OpenFile):
             undo.pop_all()
         _note("create", text)
         return cls(fd, text, is_new=True)
+
+    @classmethod
+    def taking(cls, writer: Writer) -> Self:
+        """Return an appender for the file that is being written; the lock that the writer holds goes over to it.
+
+        To be called inside the block of `replacing`, used once the block has ended without an error, else closed.
+        """
+        return cls(os.dup(writer._checked()), writer.path, is_new=False)
 
     def _checked(self) -> int:
         if self._poisoned:
