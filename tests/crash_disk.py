@@ -20,7 +20,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,6 +32,7 @@ from kvsnap import files
 from kvsnap.errors import KvsnapError
 from kvsnap.formats.native import BytesReader, NativeFile
 from kvsnap.layout import Snapshot
+from kvsnap.records import FORKED, HEADER_SIZE, MAGIC
 from synthetic import same
 
 Entry: TypeAlias = "tuple[str, str, int, bytes]"
@@ -310,32 +311,53 @@ class ViolationError(AssertionError):
     """A promise is broken."""
 
 
-def matches(data: bytes | None, content: Content) -> str:
-    """Return what is wrong with a file that must hold this content; empty when nothing is."""
+def matches(data: bytes | None, content: Content, path: Path | None = None) -> str:
+    """Return what is wrong with a file that must hold this content; empty when nothing is.
+
+    With a path it is read from there: a fork needs its parent beside it.
+    """
     if data is None or content is None:
         return "" if data is content else f"{'a' if data is not None else 'no'} file is there"
     if isinstance(content, bytes):
         return "" if data == content else "other bytes"
     try:
-        file = NativeFile(BytesReader(data))
-        found = file.snapshot()
-        if file.end.dropped != len(data) - file.end.footer.file_length:
-            return f"{file.end.dropped} bytes are said to be dropped, of {len(data)}"
-        return ", ".join(same(found, content))
+        with closing(NativeFile(BytesReader(data)) if path is None else NativeFile.open(path, mapped=False)) as file:
+            found = file.snapshot()
+            if file.end.dropped != len(data) - file.end.footer.file_length:
+                return f"{file.end.dropped} bytes are said to be dropped, of {len(data)}"
+            return ", ".join(same(found, content))
     except KvsnapError as error:
         return f"{type(error).__name__}: {error}"
 
 
+def is_fork(data: bytes) -> bool:
+    return data.startswith(MAGIC) and len(data) >= HEADER_SIZE and bool(data[16] & FORKED)
+
+
+def put_down(found: Files, directory: Path) -> None:
+    for name, data in found.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(data)
+
+
 def look(found: Files, allowed: Mapping[str, Sequence[Content]]) -> dict[str, int]:
     """Return which of the allowed contents each file holds; raise `ViolationError` where it holds none."""
-    outcome: dict[str, int] = {}
     for name in found.keys() - allowed.keys():
         if not Path(name).name.startswith(files.TEMPORARY_PREFIX):
             raise ViolationError(f"{name} is there, and nobody made it")
+    if not any(map(is_fork, found.values())):
+        return _look(found, allowed, None)
+    with in_memory() as directory:
+        put_down(found, directory)
+        return _look(found, allowed, directory)
+
+
+def _look(found: Files, allowed: Mapping[str, Sequence[Content]], directory: Path | None) -> dict[str, int]:
+    outcome: dict[str, int] = {}
     for name, contents in allowed.items():
         wrong = []
         for number in reversed(range(len(contents))):
-            wrong.append(matches(found.get(name), contents[number]))
+            wrong.append(matches(found.get(name), contents[number], directory and directory / name))
             if not wrong[-1]:
                 outcome[name] = number
                 break
@@ -436,9 +458,7 @@ def _go_on(then: Scenario, directory: Path, left: State, report: Report, rng: np
     label, state, outcome = left
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
-    for name, data in state.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_bytes(data)
+    put_down(state, directory)
     try:
         history = play(then, directory, keep=rng is not None)
         first = history.marks[0][1].files

@@ -5,21 +5,26 @@ A further operation that writes is one more scenario here; see `crash_disk` for 
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import kvsnap
-from crash_disk import Content, Mark, Scenario
+from crash_disk import Content, Log, Mark, Scenario
 from kvsnap import files
 from kvsnap.errors import DamagedError
 from kvsnap.files import remove, write_whole
 from kvsnap.formats import native
-from kvsnap.formats.native.journal import empty_file
+from kvsnap.formats.native.fork import fork_file
+from kvsnap.formats.native.journal import Journal, empty_file
 from kvsnap.inspection import verify
 from kvsnap.layout import Snapshot, Tensor
 from kvsnap.session import Session
@@ -43,6 +48,7 @@ def small(number: int) -> Snapshot:
 
 
 OTHER_TOKENS = (*TOKENS[:3], 1, 2, 3)
+OTHER_END = snapshot((*TOKENS[:6], 8, 9), **SHAPE)
 OTHER = replace(turn(2), tokens=OTHER_TOKENS, layers=snapshot(OTHER_TOKENS, n_pending=1, **SHAPE).layers)
 
 
@@ -153,6 +159,118 @@ def failed_append(directory: Path) -> Iterator[Mapping[str, Content] | Mark]:
         yield {NAME: turn(2)}
 
 
+@contextmanager
+def counted_ids() -> Iterator[None]:
+    """File ids that are the same each time the scenario is played, since files are named by them."""
+    count = itertools.count(1)
+    with mock.patch.object(os, "urandom", lambda n: next(count).to_bytes(n, "big")):
+        yield
+
+
+class StoppedError(BaseException):
+    """Raised behind an operation."""
+
+
+def stopped_append(session: Session, at: int | None = None) -> None:
+    """Append `OTHER`, and stop behind the operation of this number (from 1), or else behind the COMMIT."""
+    log, number = files.recorder, 0
+    assert isinstance(log, Log)
+
+    def interrupt(count: int) -> None:
+        nonlocal number
+        number += 1
+        operation, _, _, data = log.entries[count - 1]
+        if number == at or (at is None and operation == "write" and data.startswith(b"KVR1\7")):
+            raise StoppedError
+
+    log.then = interrupt
+    with pytest.raises(StoppedError):
+        session.append(OTHER)
+    log.then = None
+
+
+def rewind(directory: Path) -> Iterator[Mapping[str, Content]]:
+    with Session.open(directory / NAME) as session:
+        for number in (1, 2, 3):
+            session.append(turn(number))
+        session.truncate(4)
+        yield {NAME: replace(snapshot(TOKENS[:4], **SHAPE), logits=None, metadata=turn(3).metadata)}
+        session.rewind(4)
+        yield {NAME: turn(3)}
+        session.rewind(2)
+        yield {NAME: turn(1)}
+
+
+def copy_to_a_fork(directory: Path) -> Iterator[Mapping[str, Content]]:
+    with Session.open(directory / NAME) as session:
+        for number in (1, 2, 3):
+            session.append(turn(number))
+        yield {NAME: turn(3), "fork": None}
+        session.fork(directory / "fork", n_tokens=6)
+        copied = replace(turn(2), metadata=turn(3).metadata)
+        yield {NAME: turn(3), "fork": copied}
+        session.append(turn(4))
+        yield {NAME: turn(4), "fork": copied}
+    with Session.open(directory / "fork") as session:
+        session.append(OTHER_END)
+        yield {NAME: turn(4), "fork": replace(OTHER_END, metadata=copied.metadata)}
+
+
+def compact(directory: Path) -> Iterator[Mapping[str, Content]]:
+    with Session.open(directory / NAME) as session:
+        for number in (1, 2):
+            session.append(turn(number))
+        session.truncate(3)
+        session.append(turn(3))
+        yield {NAME: turn(3)}
+        session.compact()
+        yield {NAME: turn(3)}
+        session.append(turn(4))  # goes to the new file
+        yield {NAME: turn(4)}
+        session.reset()
+        yield {NAME: session_without_history(turn(4))}
+        session.compact()
+        yield {NAME: session_without_history(turn(4))}
+
+
+def fork_without_a_copy(directory: Path) -> Iterator[Mapping[str, Content]]:
+    """The history of a fork starts in another file: wherever the fork is, the turn it starts from is, too."""
+    with counted_ids():
+        parent = Session.open(directory / NAME)
+        parent.append(turn(1))
+        parent.append(turn(2))
+        parent.close()
+        name = f"{parent._journal.header.file_id.hex()}.kvsnap"
+        (directory / NAME).rename(directory / name)
+        yield {name: turn(2)}
+        fork = Path(fork_file(str(directory / name), n_tokens=3).path)
+        yield {name: turn(2), fork.name: replace(turn(1), metadata=turn(2).metadata)}
+        with Session.open(fork) as session:
+            session.append(OTHER)
+            yield {name: turn(2), fork.name: OTHER}
+            session.truncate(2)
+            cut = replace(snapshot(TOKENS[:2], **SHAPE), logits=None, metadata=OTHER.metadata)
+            yield {name: turn(2), fork.name: cut}
+        with Session.open(directory / name) as session:
+            session.append(turn(3))
+            yield {name: turn(3), fork.name: cut}
+
+
+def fork_of_a_turn_that_was_not_synced(directory: Path) -> Iterator[Mapping[str, Content] | Mark]:
+    """The writer is killed between the COMMIT and the last sync; what the next process sees is forked."""
+    with counted_ids():
+        parent = Session.open(directory / NAME)
+        parent.append(turn(1))
+        parent.close()
+        name = f"{parent._journal.header.file_id.hex()}.kvsnap"
+        (directory / NAME).rename(directory / name)
+        yield {name: turn(1)}
+        with Session.open(directory / name) as session, mock.patch.object(Journal, "_cut_back", return_value=None):
+            stopped_append(session)
+        fork = Path(fork_file(str(directory / name)).path)
+        yield {name: OTHER, fork.name: OTHER}
+
+
 def save(directory: Path) -> Iterator[Mapping[str, Content]]:
     yield {NAME: None}
     for number in (1, 2, 3):
@@ -250,6 +368,11 @@ SCENARIOS: dict[str, tuple[Scenario, Scenario | None]] = {
     "reset": (reset, go_on_with_the_session),
     "rewrite of the index": (rewrite_of_the_index, go_on_with_the_session),
     "failed append, then a good one": (failed_append, go_on_with_the_session),
+    "rewind": (rewind, go_on_with_the_session),
+    "copy to a fork": (copy_to_a_fork, None),
+    "compact": (compact, go_on_with_the_session),
+    "fork without a copy": (fork_without_a_copy, None),
+    "fork of a turn that was not synced": (fork_of_a_turn_that_was_not_synced, None),
     "save": (save, save_again),
     "write and remove": (write_and_remove, None),
 }

@@ -25,7 +25,6 @@ from kvsnap.formats.native import BytesReader, NativeFile, VerifyReport, verify_
 from kvsnap.formats.native import verify as verifying
 from kvsnap.formats.native.sources import PartSource
 from kvsnap.layout import Snapshot, Tensor
-from kvsnap.records import read_record_header
 from kvsnap.session import Session
 from spec_file import COMMIT, INDEX, SPAN, STATE, SpecReader
 from synthetic import SAMPLER, same, snapshot
@@ -253,7 +252,7 @@ class OpenFile:
     def verify(self, region: Region) -> None:
         walk = verifying._Walk(self.file, None)
         verifying._live_records(self.file, walk)
-        verifying._guarded(walk, region.record, read_record_header(self.file.reader, self.file.header, region.record))
+        verifying._guarded(walk, region.record)
         (damage,) = walk.damages
         assert names(damage, region), (damage, region)
 
