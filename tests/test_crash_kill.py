@@ -54,11 +54,8 @@ def tidied(then: Scenario | None) -> Scenario:
 
 
 @pytest.fixture(scope="module")
-def tallies() -> Iterator[dict[str, Tally]]:
-    made: dict[str, Tally] = {}
-    yield made
-    for name, tally in made.items():
-        print(f"{name}: {tally}")
+def tallies() -> dict[str, Tally]:
+    return {}
 
 
 @pytest.mark.parametrize("name", KILLS)
@@ -67,7 +64,6 @@ def test_a_killed_writer_leaves_the_old_content_or_the_new(name: str, tallies: d
     with in_memory() as place:
         tally = killed_many(scenario, place, tidied(then), kills=KILLS[name], dice=random.Random(name))
     tallies[name] = tally
-    print(f"{name}: {tally}")
     assert not tally.violations, tally.violations[:5]
     assert tally.found["old"]
     assert tally.found["new"]
@@ -86,12 +82,18 @@ def test_killed_inside_of_a_large_write(scenario: Scenario, then: Scenario | Non
     assert not tally.found["refused"]
 
 
-def test_at_least_half_of_two_hundred_kills_hit_a_writer_at_work(tallies: dict[str, Tally]) -> None:
+def test_at_least_half_of_two_hundred_kills_hit_a_writer_at_work(
+    tallies: dict[str, Tally], capsys: pytest.CaptureFixture[str]
+) -> None:
     if tallies.keys() != {*KILLS, append_megabytes.__name__, save_megabytes.__name__}:
         pytest.skip("counts what the other tests of this file did: run them all")
     kills = sum(t.kills for t in tallies.values())
     at_work = sum(t.inside for t in tallies.values())
-    print(f"{kills} kills, {at_work} between the first write of an operation and its last sync")
+    with capsys.disabled():
+        print()
+        for name, tally in tallies.items():
+            print(f"{name}: {tally}")
+        print(f"{kills} kills, {at_work} between the first write of an operation and its last sync")
     assert kills >= 200
     assert at_work >= kills / 2
 

@@ -234,6 +234,57 @@ def test_a_save_on_a_full_disk(there: bool) -> None:
 
 
 @no_fork_warning
+@pytest.mark.parametrize("name", ["compact", "fork"])
+def test_a_session_that_is_written_anew_on_a_full_disk(name: str) -> None:
+    """The old file stays as it is, nothing is left beside it, and the session goes on."""
+
+    def work() -> dict[str, int]:
+        with in_memory() as place:
+            path, copy = place / "a.kvsnap", place / "copy"
+            action = ACTIONS["truncate"]
+            base = base_of(action, path)
+
+            def act(session: Session) -> Path:
+                if name == "compact":
+                    session.compact()
+                    return path
+                session.fork(copy)
+                return copy
+
+            with Session.open(path) as session:
+                whole = act(session).read_bytes()
+            counts = {"refused": 0, "done": 0}
+            for limit in boundaries(whole):
+                for one in place.iterdir():
+                    one.unlink()
+                path.write_bytes(base)
+                with Session.open(path) as session:
+                    try:
+                        with no_room_behind(limit):
+                            act(session)
+                        assert limit >= len(whole)
+                        counts["done"] += 1
+                    except StorageError as error:
+                        known = (error.errno, limit < len(whole), path.read_bytes() == base)
+                        assert known == (errno.EFBIG, True, True)
+                        assert [p.name for p in place.iterdir()] == [path.name], "no temporary file stays"
+                        assert not same(session.load(), action.old)
+                        counts["refused"] += 1
+                        act(session)
+                    assert not same(session.load(), action.old)
+                    assert not same(native.load(path if name == "compact" else copy), action.old)
+                    action.act(session)
+                    assert not same(session.load(), action.new)
+                assert verify(path).ok
+            return counts
+
+    counts = in_a_child(work)
+    print(f"{name}: {counts}")
+    assert counts["refused"] > 40
+    assert counts["done"] >= 3
+
+
+@no_fork_warning
 def test_a_session_that_cannot_be_made_is_not_there() -> None:
     def work() -> dict[str, int]:
         with in_memory() as place:
