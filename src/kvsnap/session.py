@@ -237,6 +237,7 @@ class Session(_Counts):
             return self._truncate(n_tokens)
 
     def _truncate(self, n_tokens: int) -> int:
+        self._journal.check_writable()  # also where nothing is to be written: behind a failed sync, no retry succeeds
         now = self._now
         if not 0 <= n_tokens <= now.commit.n_tokens:
             raise InputError(

@@ -154,12 +154,15 @@ class NativeFile:
         return file
 
     @cached_property
+    def _inherited(self) -> tuple[tuple[NativeFile, tuple[Entry, ...]], ...]:
+        base, parent = self.base, self.parent
+        return () if base is None or parent is None else tuple(kept_stretches(base, parent.stretches, self.path))
+
+    @property
     def stretches(self) -> tuple[tuple[NativeFile, tuple[Entry, ...]], ...]:
         """The live list, cut where it goes from one file into the next: the oldest ancestor first, this file last."""
-        base, parent = self.base, self.parent
-        if base is None or parent is None:
-            return ((self, self.entries),)
-        return (*kept_stretches(base, parent.stretches, self.path), (self, self.entries))
+        # Not kept: a file that held itself would stay open, and take its room, until the garbage collector comes.
+        return (*self._inherited, (self, self.entries))
 
     @property
     def live(self) -> tuple[tuple[NativeFile, Entry], ...]:

@@ -21,7 +21,7 @@ from kvsnap.errors import (
 )
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.sources import PartSource, Sizes
-from kvsnap.formats.native.tables import ReadTable, parse_commit
+from kvsnap.formats.native.tables import Commit, ReadTable, parse_commit
 from kvsnap.formats.native.vault import check_key_record
 from kvsnap.protocols import Progress
 from kvsnap.records import (
@@ -243,9 +243,21 @@ def _check_commit(walk: _Walk, offset: int, record: RecordHeader, raw: bytes) ->
     if footer is None or footer.digest != digest or footer.commit_offset != offset:
         walk.found("a footer does not fit its COMMIT", place, offset)
     if commit.previous:
-        before, payload = read_record(file.reader, file.header, commit.previous, kind=Kind.COMMIT)
-        if commit_digest(before.pack(file.header.salt, commit.previous), payload) != commit.previous_digest:
-            walk.found("broken history: the previous COMMIT is not the one meant", commit.previous, offset)
+        _check_previous(walk, offset, commit)
+
+
+def _check_previous(walk: _Walk, offset: int, commit: Commit) -> None:
+    """Check the chain of commits. An older COMMIT that is damaged is no loss to the current history."""
+    file, place = walk.file, commit.previous
+    try:
+        before, payload = read_record(file.reader, file.header, place, kind=Kind.COMMIT)
+    except DamagedError:
+        if all(d.offset not in {place, place + RECORD_SIZE} for d in walk.damages):
+            raise  # nothing is damaged there: it is this COMMIT that points astray
+        walk.found("broken history: the previous COMMIT is damaged", place, place)
+        return
+    if commit_digest(before.pack(file.header.salt, place), payload) != commit.previous_digest:
+        walk.found("broken history: the previous COMMIT is not the one meant", place, offset)
 
 
 def _records(walk: _Walk) -> Iterator[tuple[int, RecordHeader]]:
