@@ -10,6 +10,7 @@ from kvsnap.cli._output import count, emit, examples, json_option, progress, rem
 from kvsnap.cli._paths import check_new
 from kvsnap.formats.native.copy import copy_session
 from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.vault import refuse_encrypted
 from kvsnap.session import Session
 
 __all__ = ["COMMANDS"]
@@ -32,6 +33,7 @@ def fork(file: str, new: str, n_tokens: int | None, commit: int | None, as_json:
     Between files the history is copied, part by part as it is stored, each byte checked.
     """
     check_new(new)
+    refuse_encrypted(file)
     with closing(NativeFile.open(file, mapped=False)) as opened, progress("copying") as report:
         made = copy_session(opened, new, n_tokens=n_tokens, commit=commit, progress=report)
     for note in made.notes:
