@@ -60,11 +60,16 @@ class Turn:
 class _Counts:
     """What a session says of its last published commit, without reading anything."""
 
+    path: str
     _journal: Journal
 
     @property
     def _now(self) -> Published:
         return self._journal.now
+
+    def _file(self) -> NativeFile:
+        footer = self._now.footer
+        return NativeFile(Reader(self.path), mapped=False, at=(footer.commit_offset, footer.digest))
 
     @property
     def n_tokens(self) -> int:
@@ -308,10 +313,6 @@ class Session(_Counts):
             self._journal = Journal(self.path, appender, file)
         self.dropped, self.notes, self._tokens, self._text = 0, (), None, None
         before.close()
-
-    def _file(self) -> NativeFile:
-        footer = self._now.footer
-        return NativeFile(Reader(self.path), mapped=False, at=(footer.commit_offset, footer.digest))
 
     def rewind(self, commit: int) -> int:
         """Go to the state after an earlier commit, as a commit of its own; return the number of tokens then.
