@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsnap import files
+from kvsnap import files, repair
 from kvsnap.errors import (
     CompatibilityError,
     DamagedError,
@@ -651,6 +651,9 @@ def test_a_cycle_is_refused(tmp_path: Path) -> None:
         refused(written(tmp_path, a), DamagedError, FormatError)
         with pytest.raises((DamagedError, FormatError)):
             native.load(path_b)
+        for path in (path_a, path_b):  # a repair follows them, too, and comes to an end
+            with pytest.raises((DamagedError, FormatError)):
+                repair(path, tmp_path / "mended.kvsnap")
 
 
 def test_a_base_in_a_file_that_is_no_fork_and_a_fork_without_one(tmp_path: Path) -> None:

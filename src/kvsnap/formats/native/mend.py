@@ -16,7 +16,15 @@ from functools import cached_property
 from kvsnap.errors import DamagedError, FormatError, MissingError, UnsupportedError, VersionError
 from kvsnap.files import Reader
 from kvsnap.formats.native import schema
-from kvsnap.formats.native.base import Base, check_parent, check_parent_id, missing_parent, parent_path, parse_base
+from kvsnap.formats.native.base import (
+    MAX_DEPTH,
+    Base,
+    check_parent,
+    check_parent_id,
+    missing_parent,
+    parent_path,
+    parse_base,
+)
 from kvsnap.formats.native.read import MAX_JSON, NativeFile
 from kvsnap.formats.native.readers import FileReader
 from kvsnap.formats.native.survey import Patched, Survey, prove_header
@@ -62,10 +70,16 @@ class Mended:
     """
 
     def __init__(
-        self, reader: FileReader, findings: Findings, opened: ExitStack, *, at: tuple[int, bytes] | None = None
+        self,
+        reader: FileReader,
+        findings: Findings,
+        opened: ExitStack,
+        *,
+        at: tuple[int, bytes] | None = None,
+        deepest: int = MAX_DEPTH,
     ) -> None:
         """Open the last commit, or the one of this offset and digest. Parents are closed by `opened`."""
-        self.reader, self.findings, self._opened = reader, findings, opened
+        self.reader, self.findings, self._opened, self._deepest = reader, findings, opened, deepest
         self.header, self.intact = prove_header(reader)
         if self.header.required & ENCRYPTED or (not self.intact and _starts_with_key(reader, self.header)):
             raise UnsupportedError(
@@ -146,6 +160,11 @@ class Mended:
             vars(file)["base"] = base
             self.findings.notes.append(f"BASE is damaged, another one of the file says the same ({error.message})")
         if base is not None:
+            if base.depth > self._deepest:  # before its parent is opened: else two files could name each other for ever
+                raise DamagedError(
+                    "the parent of a fork is deeper than the fork allows", path=file.path, offset=file.commit.base,
+                    expected=f"a depth of at most {self._deepest}", found=base.depth,
+                )  # fmt: skip
             vars(file)["parent"] = self._parent(base)
 
     def _other_bases(self) -> Iterator[Base]:
@@ -172,7 +191,8 @@ class Mended:
         check_parent_id(self.file.path, base, own=own, found=base.parent)
         try:
             reader = self._opened.enter_context(closing(Reader(place, follow_symlinks=False)))
-            parent = Mended(reader, self.findings, self._opened, at=(base.offset, base.digest)).file
+            at = (base.offset, base.digest)
+            parent = Mended(reader, self.findings, self._opened, at=at, deepest=base.depth - 1).file
             depth = parent.base.depth if parent.base else 0
             check_parent_id(self.file.path, base, own=own, found=parent.header.file_id)
             check_parent(self.file.path, base, commit=parent.commit.number, depth=depth)
