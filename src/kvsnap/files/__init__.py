@@ -18,11 +18,12 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING
 
 from kvsnap.errors import BusyError, InputError, KvsnapError, PoisonedError, StorageError
 from kvsnap.files import system
 from kvsnap.files.reading import OpenFile, Reader
+from kvsnap.files.recording import Operation, Recorder
 from kvsnap.files.system import translate
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ __all__ = [
     "Writer",
     "fsync_directory",
     "make_directory",
+    "move",
     "remove",
     "remove_left",
     "replacing",
@@ -52,21 +54,6 @@ TEMPORARY_PREFIX = ".kvsnap-"
 _LEFT_AFTER = 60
 
 # -- what crash tests see ----------------------------------------------------------------------------------
-
-Operation: TypeAlias = Literal["create", "write", "sync", "rename", "truncate", "unlink", "fsync-dir", "mkdir"]
-
-
-class Recorder(Protocol):
-    """Sees every durable operation after it succeeded, in order."""
-
-    def record(self, operation: Operation, path: str, offset: int, data: bytes) -> None:
-        """Take note of one operation on `path`, as it was named to the operating system.
-
-        write: `data` went to byte `offset` (one call per system call, so a partial write is seen as such).
-        rename: `data` is the new path, as `os.fsencode` gives it. truncate: `offset` is the new length.
-        All others: offset 0, no data.
-        """
-
 
 recorder: Recorder | None = None
 
@@ -155,6 +142,24 @@ def remove(path: StrPath, *, sync: bool = True) -> None:
     _note("unlink", text)
     if sync:
         fsync_directory(os.path.dirname(text) or ".")
+
+
+def move(path: StrPath, target: StrPath) -> None:
+    """Give the file `path` the name `target`, in any directory of the same file system, durably. No byte is copied.
+
+    A symbolic link is moved, not followed. A file under `target` is replaced: who must not do that looks first, under
+    a lock. Raise MissingError, InputError (a directory), or StorageError.
+    """
+    old, new = system.path_text(path), system.path_text(target)
+    try:
+        if stat.S_ISDIR(os.lstat(old).st_mode):
+            raise InputError("cannot move: this is a directory", path=old)
+    except OSError as error:
+        raise translate(error, old, "move") from error
+    _rename(old, new, new=False)
+    _note("rename", old, data=os.fsencode(new))
+    for directory in dict.fromkeys((os.path.dirname(new) or ".", os.path.dirname(old) or ".")):
+        fsync_directory(directory)
 
 
 # -- whole files -------------------------------------------------------------------------------------------
