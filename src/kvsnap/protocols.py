@@ -187,6 +187,12 @@ class Codec(Protocol):
         there and raises `DamagedError`. Allocates nothing that `out` and `data` do not bound.
         """
 
+    def cut(self, spec: TensorSpec, data: memoryview, n_rows: int, kept: int) -> npt.NDArray[np.uint8]:
+        """Return the stored bytes of the first `kept` of the `n_rows` rows in `data`: they decode to the same bits.
+
+        Nothing is encoded again. `data` was checked as for `decode`.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:

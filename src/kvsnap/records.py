@@ -57,6 +57,8 @@ class Kind:
 KIND_NAMES = {value: name for name, value in vars(Kind).items() if name.isupper()}
 WITH_PARTS = (Kind.SPAN, Kind.STATE)
 SNAPSHOT, SESSION = 1, 2
+FORKED = 2  # required feature bit 1: the history starts in another file
+KNOWN_FEATURES = FORKED
 
 
 class ReadAt(Protocol):
@@ -144,15 +146,16 @@ def read_header(reader: ReadAt) -> FileHeader:
     if not intact:
         raise DamagedError("the file header does not fit its checksum", path=reader.path, offset=120)
     _, _, _, size, required, optional, use, reserved, file_id, salt, created, rest = fields
-    if required:
+    if required & ~KNOWN_FEATURES:
         raise VersionError(
             "needs features that this release does not know",
             path=reader.path,
             offset=16,
-            expected="0",
+            expected=f"none but {KNOWN_FEATURES:#x}",
             found=hex(required),
         )
-    if size != HEADER_SIZE or use not in (SNAPSHOT, SESSION) or any(reserved) or any(rest):
+    impossible = required & FORKED and use != SESSION
+    if size != HEADER_SIZE or use not in (SNAPSHOT, SESSION) or any(reserved) or any(rest) or impossible:
         raise FormatError("a header field has a value that version 1 does not know", path=reader.path, offset=12)
     return FileHeader(use, file_id, salt, created, major, minor, required, optional)
 
@@ -301,6 +304,17 @@ def _commit_of(reader: ReadAt, header: FileHeader, footer: Footer) -> bytes:
             "COMMIT does not fit the digest in its footer", path=reader.path, offset=footer.commit_offset
         )
     return payload
+
+
+def end_at(reader: ReadAt, header: FileHeader, offset: int, digest: bytes) -> End:
+    """Return the published end that a COMMIT at this offset made, whatever follows it. Raise `DamagedError`."""
+    record, payload = read_record(reader, header, offset, kind=Kind.COMMIT)
+    found = commit_digest(record.pack(header.salt, offset), payload)
+    if found != digest:
+        raise DamagedError(
+            "another COMMIT stands here", path=reader.path, offset=offset, expected=digest.hex(), found=found.hex()
+        )
+    return End(Footer(offset, record.commit, record_end(offset, record) + FOOTER_SIZE, digest), payload, 0)
 
 
 def find_end(reader: ReadAt, header: FileHeader) -> End:

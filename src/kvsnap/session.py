@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from kvsnap import codecs
 from kvsnap.errors import ConflictError, InputError
 from kvsnap.files import Appender, Reader, write_whole
+from kvsnap.formats.native.base import Base
+from kvsnap.formats.native.copy import CompactReport, CopyReport, check_alone, copy_session, replace_compacted
 from kvsnap.formats.native.journal import Journal, Published, empty_file
-from kvsnap.formats.native.live import cut_entries
+from kvsnap.formats.native.live import cut_live
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.tables import (
     Commit,
@@ -52,7 +54,52 @@ class Turn:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-class Session:
+class _Counts:
+    """What a session says of its last published commit, without reading anything."""
+
+    _journal: Journal
+
+    @property
+    def _now(self) -> Published:
+        return self._journal.now
+
+    @property
+    def n_tokens(self) -> int:
+        """Ids in the history."""
+        return self._now.commit.n_tokens
+
+    @property
+    def n_rows(self) -> int:
+        """Positions evaluated."""
+        return self._now.commit.n_rows
+
+    @property
+    def n_pending(self) -> int:
+        """Ids at the end that are not evaluated."""
+        return self._now.commit.n_pending
+
+    @property
+    def n_commits(self) -> int:
+        """Number of the last commit."""
+        return self._now.commit.number
+
+    @property
+    def complete(self) -> bool:
+        """False when the last turn was cut off."""
+        return self._now.commit.complete
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the file up to the last published commit."""
+        return self._now.footer.file_length
+
+    @property
+    def identity(self) -> Identity:
+        """What the session was made with; all unknown while it is empty."""
+        return self._now.identity
+
+
+class Session(_Counts):
     """A session file. Open it with `Session.open`; use it as a context manager.
 
     Open for writing, it holds the exclusive lock of the file until it is closed; readers are not disturbed. After
@@ -98,46 +145,7 @@ class Session:
         file.close()
         return session
 
-    @property
-    def _now(self) -> Published:
-        return self._journal.now
-
     # -- what is there ------------------------------------------------------------------------------------
-
-    @property
-    def n_tokens(self) -> int:
-        """Ids in the history."""
-        return self._now.commit.n_tokens
-
-    @property
-    def n_rows(self) -> int:
-        """Positions evaluated."""
-        return self._now.commit.n_rows
-
-    @property
-    def n_pending(self) -> int:
-        """Ids at the end that are not evaluated."""
-        return self._now.commit.n_pending
-
-    @property
-    def n_commits(self) -> int:
-        """Number of the last commit."""
-        return self._now.commit.number
-
-    @property
-    def complete(self) -> bool:
-        """False when the last turn was cut off."""
-        return self._now.commit.complete
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the file up to the last published commit."""
-        return self._now.footer.file_length
-
-    @property
-    def identity(self) -> Identity:
-        """What the session was made with; all unknown while it is empty."""
-        return self._now.identity
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -164,10 +172,11 @@ class Session:
     @property
     def history(self) -> tuple[Turn, ...]:
         """Every commit, oldest first. Raise `DamagedError` when the chain of commits is broken."""
+        now = self._now
         with closing(Reader(self.path)) as reader:
             turns = [
                 Turn(c.number, c.operation_name, c.complete, c.n_tokens, c.n_rows, c.time_ns, offset)
-                for c, offset in walk(self._now, self._journal.header, reader)
+                for c, offset in walk(now.commit, now.footer.commit_offset, self._journal.header, reader)
             ]
         return tuple(reversed(turns))
 
@@ -232,31 +241,72 @@ class Session:
         if n_tokens == 0:
             self.reset()
             return 0
-        unstored = now.commit.n_rows + now.commit.n_pending - now.commit.n_tokens
-        file = NativeFile.open(self.path, mapped=False)
-        entries, offset = cut_entries(file, now.entries, n_tokens, n_tokens + unstored)
-        n_rows = sum(e.n_rows for e in entries)
+        with closing(NativeFile.open(self.path, mapped=False)) as file:
+            cut = cut_live(file, n_tokens)
+            entries = cut.within(file)
+            base = cut.base(now.base, file) if now.base and not entries else None
         commit = replace(
-            now.commit, operation=Operation.TRUNCATE, complete=True, n_tokens=n_tokens, n_rows=n_rows,
-            n_pending=n_tokens + unstored - n_rows, token_offset=offset, state=entries[-1].state,
+            now.commit, operation=Operation.TRUNCATE, complete=True, n_tokens=n_tokens, n_rows=cut.n_rows,
+            n_pending=cut.n_pending, token_offset=cut.token_offset, state=cut.state if entries else 0,
         )  # fmt: skip
-        self._rewrite(commit, entries)
+        self._rewrite(commit, entries, base)
         return n_tokens
 
     def reset(self) -> None:
         """Go back to an empty history, as a commit of its own. The identity stays."""
         with self._turns:
+            base = self._now.base
+            nothing = replace(base, kept=0, n_tokens=0, n_rows=0, history=bytes(16)) if base else None
             commit = replace(
                 self._now.commit, operation=Operation.RESET, complete=True, n_tokens=0, n_rows=0, n_pending=0,
                 token_offset=0, state=0,
             )  # fmt: skip
-            self._rewrite(commit, ())
+            self._rewrite(commit, (), nothing)
 
-    def _rewrite(self, commit: Commit, entries: tuple[Entry, ...]) -> None:
+    def fork(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_tokens: int | None = None,
+        commit: int | None = None,
+        progress: Progress | None = None,
+    ) -> CopyReport:
+        """Write the history to a new session file of its own, which then goes on independently.
+
+        It starts at the last commit or at an earlier one (`commit`: also what was cut off since can be reached so), and
+        keeps all tokens of it or the first `n_tokens`. Parts are copied as they are stored, each checked. In a library
+        `Library.fork` copies nothing. Raise `InputError` when there is a file of this name, `MissingError` for an
+        unknown commit, `DamagedError` when a part that is needed is damaged, `UnsupportedError` as `truncate`.
+        """
+        with self._turns, closing(self._file()) as file:
+            return copy_session(file, path, n_tokens=n_tokens, commit=commit, progress=progress)
+
+    def compact(self, *, progress: Progress | None = None) -> CompactReport:
+        """Write the file anew without what the history no longer needs, and put it in the place of the old one.
+
+        Turns that were cut off are gone afterwards, with their tokens and text, and with them the commits before: they
+        can't be reached any more. Parts are copied as they are stored; the file id is a new one. Raise `DamagedError`
+        naming what is damaged (then `kvsnap.repair` is the way), `StorageError` (no room for both): nothing changed.
+        """
+        with self._turns:
+            self._journal.check_unchanged()
+            with closing(self._file()) as file:
+                check_alone(file)
+                report, appender = replace_compacted(file, self.path, progress)
+            with closing(NativeFile.open(self.path, mapped=False)) as made:
+                self._journal = self._journal.replaced(appender, made)
+            self.dropped, self.notes, self._tokens, self._text = 0, (), None, None
+            return report
+
+    def _file(self) -> NativeFile:
+        footer = self._now.footer
+        return NativeFile(Reader(self.path), mapped=False, at=(footer.commit_offset, footer.digest))
+
+    def _rewrite(self, commit: Commit, entries: tuple[Entry, ...], base: Base | None) -> None:
         same = sum(1 for a, b in zip(self._now.entries, entries, strict=False) if a == b)
         with self._journal.writing() as writer:
             self._tokens = self._text = None
-            self._journal.publish(writer, commit, entries, kept=same)
+            self._journal.publish(writer, commit, entries, kept=same, base=base)
 
     def close(self) -> None:
         """Close the file and give up the lock."""

@@ -14,7 +14,6 @@ from kvsnap.cli._paths import check_target
 from kvsnap.cli._turn import STOPS, is_whole
 from kvsnap.errors import DamagedError, FormatError, InputError
 from kvsnap.files import Reader
-from kvsnap.formats.native.journal import Published
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.schema import parse_note
 from kvsnap.formats.native.tables import Operation
@@ -67,8 +66,7 @@ def _stops(file: str) -> dict[int, str]:
     """Return why the generation of each turn stopped, by commit, where the notes of the file say so."""
     found: dict[int, str] = {}
     with closing(NativeFile.open(file, mapped=False)) as opened, closing(Reader(file)) as reader:
-        now = Published(opened.commit, opened.end.footer, opened.entries, opened.geometry, opened.identity)
-        for commit, _ in walk(now, opened.header, reader):
+        for commit, _ in walk(opened.commit, opened.end.footer.commit_offset, opened.header, reader):
             if commit.operation != Operation.APPEND or not commit.note:
                 continue
             try:

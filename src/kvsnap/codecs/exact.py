@@ -55,3 +55,10 @@ class Exact:
                 found=f"{data.nbytes} bytes",
             )
         np.copyto(out, np.frombuffer(data, dtype=out.dtype).reshape(out.shape))
+
+    def cut(self, spec: TensorSpec, data: memoryview, n_rows: int, kept: int) -> npt.NDArray[np.uint8]:
+        values = np.frombuffer(data, dtype=numpy_dtype(spec.dtype)).reshape(spec.shape_with(n_rows))
+        before = (slice(None),) * spec.row_axis
+        place = (*before, slice(0, kept))
+        rows = np.ascontiguousarray(values[place])
+        return rows.reshape(-1).view(np.uint8)

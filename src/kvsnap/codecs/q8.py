@@ -154,6 +154,24 @@ class Q8:
             with np.errstate(over="ignore", invalid="ignore"):
                 np.copyto(target[group], raw.reshape(target.shape[1:]), casting="unsafe")
 
+    def cut(self, spec: TensorSpec, data: memoryview, n_rows: int, kept: int) -> npt.NDArray[np.uint8]:
+        shape = _groups(spec, np.empty(spec.shape_with(n_rows), np.bool_)).shape
+        before = (slice(None),) * _row_axis(spec)
+        stored = np.frombuffer(data, dtype=np.uint8)
+        _, quantised = _read_table(spec, stored, shape[0])
+        offsets, total = _places(quantised, math.prod(shape[1:]))
+        if stored.size != total:
+            raise _damaged(spec, "has the wrong length", f"{total} bytes", f"{stored.size} bytes")
+        pieces = [stored[: offsets[0] if offsets else total]]
+        for offset, whole in zip(offsets, quantised, strict=True):
+            width = 1 if whole else 4
+            group = stored[offset : offset + width * math.prod(shape[1:])].view(np.int8 if whole else "<f4")
+            place = (*before, slice(0, kept))
+            rows = group.reshape(1, *shape[1:])[place]
+            pieces.append(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+            pieces.append(np.zeros(-rows.size % 4 if whole else 0, np.uint8))
+        return np.concatenate(pieces)
+
     def _check(self, spec: TensorSpec, values: Array) -> None:
         if not self.applies(spec):
             raise InputError(
@@ -169,6 +187,12 @@ def _groups(spec: TensorSpec, values: Array) -> Array:
     if "head" in spec.axes:
         return np.moveaxis(values, spec.axes.index("head"), 0)
     return values[np.newaxis]
+
+
+def _row_axis(spec: TensorSpec) -> int:
+    """Return where the rows are in what `_groups` returns."""
+    head = spec.axes.index("head") if "head" in spec.axes else -1
+    return spec.row_axis if 0 <= head < spec.row_axis else spec.row_axis + 1
 
 
 def _flat(groups: Array) -> Array:

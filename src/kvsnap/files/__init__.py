@@ -11,7 +11,6 @@ a lock; the rest is best effort.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import stat
@@ -45,6 +44,7 @@ __all__ = [
     "remove",
     "remove_left",
     "replacing",
+    "sync_file",
     "translate",
     "write_whole",
 ]
@@ -89,18 +89,18 @@ def fsync_directory(path: StrPath) -> None:
     Raise MissingError, or StorageError.
     """
     text = system.path_text(path)
-    if sys.platform == "win32":
-        return
-    try:
-        fd = os.open(text, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:  # what file systems answer that can't
-            raise translate(error, text, "sync directory") from error
+    system.sync_directory(text)
     _note("fsync-dir", text)
+
+
+def sync_file(path: StrPath) -> None:
+    """Make what is in the file `path` durable, whoever wrote it. Raise MissingError, InputError, or StorageError."""
+    text = system.path_text(path)
+    fd = system.open_regular(text, (os.O_RDWR if sys.platform == "win32" else os.O_RDONLY) | system.NOFOLLOW, "sync")
+    try:
+        _sync(fd, text, text, data_only=True)
+    finally:
+        os.close(fd)
 
 
 def make_directory(path: StrPath) -> None:
@@ -151,12 +151,7 @@ def move(path: StrPath, target: StrPath) -> None:
     a lock. Raise MissingError, InputError (a directory), or StorageError.
     """
     old, new = system.path_text(path), system.path_text(target)
-    try:
-        if stat.S_ISDIR(os.lstat(old).st_mode):
-            raise InputError("cannot move: this is a directory", path=old)
-    except OSError as error:
-        raise translate(error, old, "move") from error
-    _rename(old, new, new=False)
+    system.rename(old, new)
     _note("rename", old, data=os.fsencode(new))
     for directory in dict.fromkeys((os.path.dirname(new) or ".", os.path.dirname(old) or ".")):
         fsync_directory(directory)
@@ -389,6 +384,14 @@ class Appender(OpenFile):
             undo.pop_all()
         _note("create", text)
         return cls(fd, text, is_new=True)
+
+    @classmethod
+    def taking(cls, writer: Writer) -> Self:
+        """Return an appender for the file that is being written; the lock that the writer holds goes over to it.
+
+        To be called inside the block of `replacing`, used once the block has ended without an error, else closed.
+        """
+        return cls(os.dup(writer._checked()), writer.path, is_new=False)
 
     def _checked(self) -> int:
         if self._poisoned:

@@ -1,4 +1,4 @@
-"""What crash tests see of `kvsnap.files`: every durable operation, in order."""
+"""What a crash test may see of the durable operations: `kvsnap.files.recorder` is the place to put one."""
 
 from __future__ import annotations
 

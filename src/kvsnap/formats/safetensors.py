@@ -20,7 +20,7 @@ from kvsnap.errors import DamagedError, FormatError, InputError, UnsupportedErro
 from kvsnap.files import Reader
 from kvsnap.formats.foreign import foreign_losses
 from kvsnap.formats.native import schema
-from kvsnap.formats.native.read import BytesReader, FileReader
+from kvsnap.formats.native.readers import BytesReader, FileReader
 from kvsnap.formats.native.sources import MAX_VALUES
 from kvsnap.identity import Identity
 from kvsnap.layout import PositionRun, Run, Snapshot, Tensor

@@ -51,10 +51,9 @@ class _Column:
 class Columns:
     """The parts of all spans of one live list. Filled with `add`, then asked for tensors with `column` and `slice`."""
 
-    def __init__(self, file: Bytes, sizes: Sizes, *, mapped: bool) -> None:
-        self.file = file
+    def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
-        self._mapped = mapped
+        self._files: list[tuple[Bytes, bool]] = []  # of each span, and whether it may be mapped
         self._kinds: list[_Kind] = []
         self._kind_of: list[int] = []
         self._known: dict[tuple[bytes, int], int] = {}
@@ -66,17 +65,18 @@ class Columns:
     def __len__(self) -> int:
         return len(self._payloads)
 
-    def add(self, entry: Entry, table: ReadTable, payload: int) -> None:
+    def add(self, entry: Entry, table: ReadTable, payload: int, file: Bytes, *, mapped: bool) -> None:
         """Take in one span. The first one of each signature is checked against LAYOUT; raise as `PartSource` does."""
         key = (table.signature, table.length_of_table)
         place = self._known.get(key)
         if place is None:
             parts = table.parts
             for part in parts:
-                PartSource(self.file, self._sizes, part, payload, mapped=False)
+                PartSource(file, self._sizes, part, payload, mapped=False)
             place = self._known[key] = len(self._kinds)
             self._kinds.append(_Kind(parts, {part.tensor: i for i, part in enumerate(parts)}))
         self._kind_of.append(place)
+        self._files.append((file, mapped))
         self._payloads.append(payload)
         self._starts.append(table.part_words[:, 1])
         self._checks.append(table.part_words[:, 5])
@@ -95,7 +95,8 @@ class Columns:
         part = replace(
             kind.parts[place], row_start=int(self._starts[span][place]), checksum=int(self._checks[span][place])
         )
-        source = PartSource(self.file, self._sizes, part, self._payloads[span], mapped=self._mapped)
+        file, mapped = self._files[span]
+        source = PartSource(file, self._sizes, part, self._payloads[span], mapped=mapped)
         if not source.spec.grows:
             return Slice(source, part.n_rows)
         kept = self._ranges[span][2] // source.spec.tokens_per_row - part.row_start
@@ -127,7 +128,7 @@ class Columns:
             bad = int(outside[0])
             source = self.slice(int(spans[bad]), number).source
             raise FormatError(
-                f"{source.what} lie outside the rows of their span", path=self.file.path, offset=source.offset,
+                f"{source.what} lie outside the rows of their span", path=source.file.path, offset=source.offset,
                 expected=f"within [{first[bad]}, {last[bad]})",
             )  # fmt: skip
         kept = np.clip(live - begin, 0, rows)
@@ -136,7 +137,7 @@ class Columns:
             source = self.slice(int(spans[gaps[0]]), number).source
             expected = int(begin[gaps[0] - 1] + kept[gaps[0] - 1])
             raise FormatError(
-                f"{spec.name}: rows are missing between two spans", path=self.file.path, offset=source.offset,
+                f"{spec.name}: rows are missing between two spans", path=source.file.path, offset=source.offset,
                 expected=expected, found=int(begin[gaps[0]]),
             )  # fmt: skip
         # Rows that had left a window before they were saved: what lies before them is of no use any more.
@@ -241,7 +242,7 @@ class _Groups:
         places = [kind.places[part.tensor] for part in parts]
         for span, row in enumerate(scratch, first):
             view = row.data
-            columns.file.read_into(columns._payloads[span] + low, view)
+            columns._files[span][0].read_into(columns._payloads[span] + low, view)
             checks = columns._checks[span][places].tolist()
             for (begin, end), check, part in zip(bounds, checks, parts, strict=True):
                 if xxhash.xxh3_64_intdigest(view[begin:end]) != check:

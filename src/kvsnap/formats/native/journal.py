@@ -12,24 +12,39 @@ from dataclasses import dataclass, replace
 from kvsnap.errors import ConflictError, InputError, StorageError
 from kvsnap.files import Appender
 from kvsnap.formats.native import schema
+from kvsnap.formats.native.base import Base
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.tables import Commit, Entry, Operation, pack_index
 from kvsnap.formats.native.write import MemorySink, RecordWriter, new_header
 from kvsnap.identity import Identity
 from kvsnap.records import FOOTER_SIZE, HEADER_SIZE, SESSION, Footer, Kind, read_record_header
 
-__all__ = ["Journal", "Published", "empty_file"]
+__all__ = ["Journal", "Published", "empty_file", "published"]
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What is known of the file at its published end. Replaced as a whole by each commit."""
+    """What is known of the file at its published end. Replaced as a whole by each commit.
+
+    `entries` are those of this file; a fork has `base`, and before them those that it keeps of its parent.
+    """
 
     commit: Commit
     footer: Footer
     entries: tuple[Entry, ...]
+    base: Base | None
     geometry: schema.Geometry
     identity: Identity
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is no history, neither here nor of a parent."""
+        return not self.entries and not (self.base and self.base.kept)
+
+
+def published(file: NativeFile) -> Published:
+    """Return what is known of an open file."""
+    return Published(file.commit, file.end.footer, file.entries, file.base, file.geometry, file.identity)
 
 
 class _Sized:
@@ -48,7 +63,7 @@ class Journal:
         self.path = path
         self.appender = appender
         self.header = file.header
-        self.now = Published(file.commit, file.end.footer, file.entries, file.geometry, file.identity)
+        self.now = published(file)
         self.dropped = file.end.dropped
         self._process = os.getpid()
 
@@ -86,7 +101,16 @@ class Journal:
                 appender.truncate(self.now.footer.file_length)
                 appender.sync()  # else a later crash could mix what is cut off here with what is written there next
 
-    def _writer(self, appender: Appender) -> RecordWriter:
+    def check_unchanged(self) -> None:
+        """Raise `ConflictError` when the file is not the one that was opened any more, and as `check_writable`."""
+        self._checked_end(self._writable())
+
+    def replaced(self, appender: Appender, file: NativeFile) -> Journal:
+        """Close this file, and return the journal of the one that took its name."""
+        self.close()
+        return Journal(self.path, appender, file)
+
+    def _checked_end(self, appender: Appender) -> int:
         now, size, end = self.now, appender.size(), self.now.footer.file_length
         place = end - FOOTER_SIZE
         intact = size >= end and appender.read_at(place, FOOTER_SIZE) == now.footer.pack(self.header.salt, place)
@@ -94,6 +118,10 @@ class Journal:
             raise ConflictError(
                 "the file changed since it was opened", path=self.path, expected=f"{end} bytes", found=f"{size} bytes"
             )
+        return end
+
+    def _writer(self, appender: Appender) -> RecordWriter:
+        end, now = self._checked_end(appender), self.now
         if self.dropped:
             appender.truncate(end)
             self.dropped = 0
@@ -107,15 +135,20 @@ class Journal:
         entries: tuple[Entry, ...],
         *,
         kept: int,
+        base: Base | None = None,
         geometry: schema.Geometry | None = None,
         identity: Identity | None = None,
     ) -> int:
         """Sync what was written, then write and sync the commit; return all bytes written since the last one.
 
-        The first `kept` entries are those of the last commit. Offsets of what did not change come with `commit`;
-        geometry and identity are those of now where none is given.
+        `entries` are those of this file; the first `kept` are those of the last commit. Offsets of what did not change
+        come with `commit`; base, geometry and identity are those of now where none is given.
         """
         now = self.now
+        place = now.commit.base
+        if base is not None and base != now.base:
+            place = writer.plain(Kind.BASE, base.pack())
+        base = base or now.base
         index, index_kept = now.commit.index, min(kept, now.commit.index_kept)
         if len(entries) - index_kept > max(32, math.isqrt(2 * len(entries))):
             index, index_kept = writer.plain(Kind.INDEX, pack_index(entries)), len(entries)
@@ -123,15 +156,15 @@ class Journal:
             index = 0
         commit = replace(
             commit, number=writer.number, previous=now.footer.commit_offset, previous_digest=now.footer.digest,
-            index=index, index_kept=index_kept, time_ns=time.time_ns(), tail=entries[index_kept:],
-            digest=entries[-1].digest if entries else bytes(16),
+            index=index, index_kept=index_kept, time_ns=time.time_ns(), tail=entries[index_kept:], base=place,
+            digest=entries[-1].digest if entries else base.history if base else bytes(16),
         )  # fmt: skip
         appender = self._writable()
         appender.sync()
         footer = writer.commit(commit)
         appender.sync()
         # One assignment, so that an interrupt finds the old state or the new one.
-        self.now = Published(commit, footer, entries, geometry or now.geometry, identity or now.identity)
+        self.now = Published(commit, footer, entries, base, geometry or now.geometry, identity or now.identity)
         return footer.file_length - now.footer.file_length
 
     def close(self) -> None:

@@ -6,15 +6,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from kvsnap.errors import DamagedError, FormatError
+from kvsnap.errors import DamagedError, FormatError, MissingError
 from kvsnap.files import Reader
 from kvsnap.formats.native import schema
-from kvsnap.formats.native.columns import Columns, JoinedSource
+from kvsnap.formats.native.assemble import snapshot_of
+from kvsnap.formats.native.base import Base, check_parent, kept_stretches, missing_parent, parent_path, parse_base
+from kvsnap.formats.native.readers import BytesReader, FileReader
 from kvsnap.formats.native.sources import PartSource, Sizes
 from kvsnap.formats.native.tables import (
     Commit,
@@ -27,26 +26,23 @@ from kvsnap.formats.native.tables import (
     parse_table,
 )
 from kvsnap.identity import Identity
-from kvsnap.layout import Snapshot, Tensor, cut_positions, cut_runs, join_positions, join_runs
+from kvsnap.layout import Snapshot, Tensor
 from kvsnap.records import (
+    FORKED,
     HEADER_SIZE,
     RECORD_SIZE,
     SNAPSHOT,
     End,
     FileHeader,
     Kind,
-    ReadAt,
+    end_at,
     find_end,
     read_header,
     read_record,
 )
-from kvsnap.tensors import Source, numpy_dtype
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
-    from kvsnap.layout import PositionRun, Run, SamplerState
-    from kvsnap.tensors import TensorSpec
+    from kvsnap.layout import SamplerState
 
 __all__ = ["BytesReader", "NativeFile", "Span"]
 
@@ -54,58 +50,24 @@ MAX_JSON = 64 << 20
 _TRIES = 8
 
 
-class FileReader(ReadAt, Protocol):
-    """A `ReadAt` that can also fill arrays and be mapped."""
-
-    def read_into(self, offset: int, buffer: WriteableBuffer) -> int:
-        """Fill the buffer from `offset` on."""
-
-    def map(self) -> memoryview:
-        """The whole file, read-only."""
-
-
-class BytesReader:
-    """A file in memory, for `loads`."""
-
-    path: str | None = None
-
-    def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        self._data = memoryview(data).toreadonly().cast("B")
-        self.size = len(self._data)
-
-    def read_at(self, offset: int, length: int) -> bytes:
-        """Return these bytes, or raise `DamagedError`."""
-        if offset + length > self.size:
-            raise DamagedError("the data is cut off", offset=offset, expected=length, found=max(0, self.size - offset))
-        return bytes(self._data[offset : offset + length])
-
-    def read_into(self, offset: int, buffer: WriteableBuffer) -> int:
-        """Fill the buffer."""
-        view = memoryview(buffer).cast("B")
-        view[:] = self.read_at(offset, view.nbytes)
-        return view.nbytes
-
-    def map(self) -> memoryview:
-        """Return the data itself."""
-        return self._data
-
-
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A SPAN as it is used by the live list: the entry, its table, and where its payload starts."""
+    """A SPAN as it is used by the live list: the entry, its table, where its payload starts, and in which file."""
 
     entry: Entry
     table: ReadTable
     payload: int
+    file: NativeFile
 
 
 class NativeFile:
     """One open `.kvsnap` file at one commit. Reading takes no lock; a writer that appends does not disturb it."""
 
-    def __init__(self, reader: FileReader, *, mapped: bool = True) -> None:
+    def __init__(self, reader: FileReader, *, mapped: bool = True, at: tuple[int, bytes] | None = None) -> None:
+        """Open at the last commit, or at the one of this offset and digest."""
         self.reader = reader
         self.header: FileHeader = read_header(reader)
-        self.end: End = find_end(reader, self.header)
+        self.end: End = find_end(reader, self.header) if at is None else end_at(reader, self.header, *at)
         self.commit: Commit = parse_commit(self.end.payload, self.path, self.end.footer.commit_offset + RECORD_SIZE)
         # A journal may be cut by a later writer, which a mapping would not survive.
         self.mapped = mapped and self.sealed
@@ -144,6 +106,65 @@ class NativeFile:
         """Close the file now; tensors that were not read yet can then no longer be read."""
         if isinstance(self.reader, Reader):
             self.reader.close()
+        parent = vars(self).get("parent")  # opened only when it was needed
+        if parent is not None:
+            parent.close()
+
+    # -- the parent of a fork -------------------------------------------------------------------------------
+
+    @cached_property
+    def base(self) -> Base | None:
+        """Where the history of a fork starts; None for any other file. Raise `FormatError` or `DamagedError`."""
+        if bool(self.header.required & FORKED) != bool(self.commit.base):
+            raise FormatError(
+                "a COMMIT names a BASE in a file that is no fork, or none in a fork", path=self.path,
+                offset=self.end.footer.commit_offset, found=self.commit.base,
+            )  # fmt: skip
+        if not self.commit.base:
+            return None
+        payload, place = self._payload(self.commit.base, Kind.BASE)
+        return parse_base(payload, self.path, place)
+
+    @cached_property
+    def parent(self) -> NativeFile | None:
+        """The file that a fork starts in, open at the commit it was made from; None for any other file.
+
+        Raise `MissingError` when it is not beside this one, `DamagedError` or `FormatError` when it is another one.
+        """
+        base = self.base
+        if base is None:
+            return None
+        place = parent_path(self.path, base)
+        try:
+            reader = Reader(place, follow_symlinks=False)
+        except MissingError as error:
+            raise missing_parent(self.path, place, error) from error
+        file = NativeFile(reader, mapped=False, at=(base.offset, base.digest))
+        depth = file.base.depth if file.base else 0
+        check_parent(self.path, base, file_id=file.header.file_id, commit=file.commit.number, depth=depth)
+        return file
+
+    @cached_property
+    def stretches(self) -> tuple[tuple[NativeFile, tuple[Entry, ...]], ...]:
+        """The live list, cut where it goes from one file into the next: the oldest ancestor first, this file last."""
+        base, parent = self.base, self.parent
+        if base is None or parent is None:
+            return ((self, self.entries),)
+        return (*kept_stretches(base, parent.stretches, self.path), (self, self.entries))
+
+    @property
+    def live(self) -> tuple[tuple[NativeFile, Entry], ...]:
+        """The live list, each entry with the file that its offsets mean."""
+        return tuple((file, entry) for file, entries in self.stretches for entry in entries)
+
+    def state_place(self) -> tuple[NativeFile, int]:
+        """Return the file and the offset of the STATE at the end of the history; offset 0 for none."""
+        if self.commit.state or self.base is None or self.entries:
+            return self, self.commit.state
+        kept = [(file, entries) for file, entries in self.stretches if entries]
+        return (kept[-1][0], kept[-1][1][-1].state) if kept else (self, 0)
+
+    # -- what is there ----------------------------------------------------------------------------------------
 
     def _payload(self, offset: int, kind: int) -> tuple[bytes, int]:
         _, payload = read_record(self.reader, self.header, offset, kind=kind, limit=MAX_JSON)
@@ -151,7 +172,10 @@ class NativeFile:
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """The live list. Raise `DamagedError` or `FormatError` when INDEX cannot be read or does not add up."""
+        """The live list, as far as it lies in this file.
+
+        Raise `DamagedError` or `FormatError` when INDEX cannot be read or does not add up.
+        """
         commit = self.commit
         kept: tuple[Entry, ...] = ()
         if commit.index:
@@ -166,8 +190,9 @@ class NativeFile:
                     found=len(kept),
                 )
             kept = kept[: commit.index_kept]
-        live = kept + commit.tail
-        n_tokens, n_rows = sum(e.n_tokens for e in live), 0
+        live, base = kept + commit.tail, self.base
+        n_tokens = sum(e.n_tokens for e in live) + (base.n_tokens if base else 0)
+        n_rows = base.n_rows if base else 0
         for entry in live:
             if entry.row_start != n_rows:
                 raise FormatError(
@@ -175,7 +200,7 @@ class NativeFile:
                     expected=n_rows, found=entry.row_start,
                 )  # fmt: skip
             n_rows += entry.n_rows
-        digest = live[-1].digest if live else bytes(16)
+        digest = live[-1].digest if live else base.history if base else bytes(16)
         if (n_tokens, n_rows, digest) != (commit.n_tokens, commit.n_rows, commit.digest):
             raise FormatError(
                 "the live list does not add up to its COMMIT", path=self.path, offset=self.end.footer.commit_offset,
@@ -187,7 +212,7 @@ class NativeFile:
     def geometry(self) -> schema.Geometry:
         """What LAYOUT says; empty when there is none."""
         if not self.commit.layout:
-            return schema.Geometry("", (), ())
+            return self.parent.geometry if self.parent else schema.Geometry("", (), ())
         return schema.parse_layout(*self._json(self.commit.layout, Kind.LAYOUT))
 
     def _json(self, offset: int, kind: int) -> tuple[bytes, str | None, int]:
@@ -198,7 +223,7 @@ class NativeFile:
     def identity(self) -> Identity:
         """What IDENTITY says; empty (all unknown) when there is none."""
         if not self.commit.identity:
-            return Identity()
+            return self.parent.identity if self.parent else Identity()
         payload, path, place = self._json(self.commit.identity, Kind.IDENTITY)
         try:
             return Identity.from_dict(parse_json(payload, path, place))
@@ -210,7 +235,7 @@ class NativeFile:
     def metadata(self) -> dict[str, str]:
         """The user's metadata."""
         if not self.commit.note:
-            return {}
+            return self.parent.metadata if self.parent else {}
         return schema.parse_note(*self._json(self.commit.note, Kind.NOTE))
 
     def table_at(self, offset: int, kind: int) -> tuple[ReadTable, int, int]:
@@ -222,118 +247,46 @@ class NativeFile:
 
     def spans(self) -> Iterator[Span]:
         """Yield the spans of the live list in order, each checked against its entry and the digest of the history."""
-        digest, n_tokens, free = bytes(16), 0, HEADER_SIZE
-        for entry in self.entries:
-            if entry.span < free:
-                raise FormatError(
-                    "spans are out of order or overlap", path=self.path, offset=entry.span, expected=f"{free} or above"
-                )
-            table, payload, check = self.table_at(entry.span, Kind.SPAN)
-            free = payload + table.payload_length
-            fits = check == entry.check and table.row_start == entry.row_start and table.token_start == n_tokens
-            if not fits or entry.n_rows > table.n_rows or entry.n_tokens > len(table.tokens):
-                raise FormatError("a SPAN is not the one that the live list means", path=self.path, offset=entry.span)
-            digest = history_digest(digest, table.tokens[: entry.n_tokens], entry.n_rows)
-            if digest != entry.digest:
-                raise DamagedError("the history digest of a SPAN does not fit", path=self.path, offset=entry.span)
-            n_tokens += entry.n_tokens
-            yield Span(entry, table, payload)
+        digest, n_tokens = bytes(16), 0
+        for file, entries in self.stretches:
+            free = HEADER_SIZE
+            for entry in entries:
+                if entry.span < free:
+                    raise FormatError(
+                        "spans are out of order or overlap", path=file.path, offset=entry.span,
+                        expected=f"{free} or above",
+                    )  # fmt: skip
+                table, payload, check = file.table_at(entry.span, Kind.SPAN)
+                free = payload + table.payload_length
+                fits = check == entry.check and table.row_start == entry.row_start and table.token_start == n_tokens
+                if not fits or entry.n_rows > table.n_rows or entry.n_tokens > len(table.tokens):
+                    raise FormatError(
+                        "a SPAN is not the one that the live list means", path=file.path, offset=entry.span
+                    )
+                digest = history_digest(digest, table.tokens[: entry.n_tokens], entry.n_rows)
+                if digest != entry.digest:
+                    raise DamagedError("the history digest of a SPAN does not fit", path=file.path, offset=entry.span)
+                n_tokens += entry.n_tokens
+                yield Span(entry, table, payload, file)
 
     def state(self) -> tuple[dict[int, Tensor], SamplerState | None]:
         """Read STATE: its tensors by id (not their bytes), and the sampler."""
-        if not self.commit.state:
+        file, offset = self.state_place()
+        if not offset:
             return {}, None
-        table, payload, _ = self.table_at(self.commit.state, Kind.STATE)
+        table, payload, _ = file.table_at(offset, Kind.STATE)
         if len(table.tokens) or table.n_rows or table.row_start != self.commit.n_rows:
             raise FormatError(
-                "STATE is not that of the last row", path=self.path, offset=self.commit.state,
+                "STATE is not that of the last row", path=file.path, offset=offset,
                 expected=f"row {self.commit.n_rows}, no tokens or rows of its own",
                 found=f"row {table.row_start}, {len(table.tokens)} tokens, {table.n_rows} rows",
             )  # fmt: skip
         sizes, tensors = Sizes(self.geometry.tensors, replaced=True), {}
         for part in table.parts:
-            source = PartSource(self.reader, sizes, part, payload, mapped=self.mapped)
+            source = PartSource(file.reader, sizes, part, payload, mapped=file.mapped)
             tensors[part.tensor] = Tensor(source.spec, source, n_rows=part.n_rows, bound=part.bound)
-        return tensors, schema.parse_sampler(table.meta, self.path, payload)
+        return tensors, schema.parse_sampler(table.meta, file.path, payload)
 
     def snapshot(self) -> Snapshot:
         """Return everything as a snapshot. Tensor bytes are read, and checked, when they are first used."""
-        columns = Columns(self.reader, Sizes(self.geometry.tensors, replaced=False), mapped=self.mapped)
-        ids: list[npt.NDArray[np.int32]] = []
-        text: str | None = ""
-        runs: tuple[Run, ...] = ()
-        positions: tuple[PositionRun, ...] = ()
-        for span in self.spans():
-            entry, table = span.entry, span.table
-            ids.append(table.tokens[: entry.n_tokens])
-            whole = entry.n_tokens == len(table.tokens)
-            text = _joined_text(text, schema.parse_text(table.meta, self.path, span.payload) if whole else None)
-            runs = join_runs(runs, cut_runs(table.runs, entry.n_tokens))
-            positions = join_positions(positions, cut_positions(table.positions, entry.n_rows))
-            columns.add(entry, table, span.payload)
-        specs = {spec.id: spec for spec in self.geometry.tensors}
-        tensors = {number: self._tensor(specs[number], columns) for number in columns.tensors}
-        replaced, sampler = self.state()
-        absent = [spec for spec in self.geometry.tensors if spec.grows and spec.id not in tensors]
-        tensors |= {spec.id: self._empty(spec) for spec in absent}
-        logits = next((t for t in replaced.values() if t.role == "logits"), None)
-        every = np.concatenate(ids) if ids else np.zeros(0, np.int32)
-        return Snapshot(
-            architecture=self.geometry.architecture,
-            layers=self.geometry.build(tensors | replaced),
-            tokens=tuple(every.tolist()),
-            runs=runs,
-            n_rows=self.commit.n_rows,
-            n_pending=self.commit.n_pending,
-            token_offset=self.commit.token_offset,
-            positions=positions,
-            logits=logits,
-            sampler=sampler,
-            identity=self.identity,
-            text=text if len(columns) else None,
-            metadata=self.metadata,
-            source={
-                "format": "native",
-                "path": self.path,
-                "commit": self.commit.number,
-                "complete": self.commit.complete,
-            },
-        )
-
-    def _empty(self, spec: TensorSpec) -> Tensor:
-        expected = self.commit.n_rows // spec.tokens_per_row
-        if spec.growth == "grow" and expected:
-            raise FormatError(
-                f"{spec.name}: rows are missing", path=self.path, offset=self.end.footer.commit_offset,
-                expected=f"0 to {expected}", found="no part",
-            )  # fmt: skip
-        return Tensor(spec, np.zeros(spec.shape, dtype=numpy_dtype(spec.dtype)))
-
-    def _tensor(self, spec: TensorSpec, columns: Columns) -> Tensor:
-        if not spec.grows:
-            last = columns.last(spec.id).source
-            return Tensor(spec, last, n_rows=last.part.n_rows, bound=last.part.bound)
-        column = columns.column(spec)
-        start = int(column.starts[0])
-        stop = start + int(column.kept.sum())
-        expected = self.commit.n_rows // spec.tokens_per_row
-        if spec.growth == "grow" and (start, stop) != (0, expected):
-            raise FormatError(
-                f"{spec.name}: rows are missing", path=self.path,
-                offset=columns.slice(int(column.spans[0]), spec.id).source.offset,
-                expected=f"0 to {expected}", found=f"{start} to {stop}",
-            )  # fmt: skip
-        source: Source = JoinedSource(spec, columns, column)
-        if len(column.spans) == 1 and column.whole:
-            source = columns.slice(int(column.spans[0]), spec.id).source
-        return Tensor(spec, source, start=start, n_rows=stop - start, bound=column.bound)
-
-
-def _joined_text(before: str | None, piece: tuple[int | None, str] | None) -> str | None:
-    """Return the text up to and including a span; None where a part of it is not known."""
-    if piece is None:
-        return None
-    after, text = piece
-    if after == 0:
-        return text
-    return None if before is None else before[:after] + text
+        return snapshot_of(self)

@@ -30,9 +30,11 @@ __all__ = [
     "geometry_of",
     "pack_layout",
     "pack_sampler",
+    "pack_state",
     "parse_layout",
     "parse_note",
     "parse_sampler",
+    "parse_token_offset",
 ]
 
 MAX_TENSORS, MAX_AXES, MAX_LAYERS, MAX_ROW_BYTES = 65_536, 8, 65_536, 2**40
@@ -226,13 +228,29 @@ def parse_layout(raw: bytes, path: str | None, offset: int) -> Geometry:
     return Geometry(r.text("architecture"), tensors, tuple(layers))
 
 
-def pack_sampler(state: SamplerState | None) -> bytes:
-    """Return the meta of a STATE record."""
-    if state is None:
-        return canonical_json({"sampler": None, "random": None})
-    settings = {name: getattr(state.settings, name) for name in Sampler.__dataclass_fields__}
-    random = {name: getattr(state.random, name) for name in RandomState.__dataclass_fields__}
-    return canonical_json({"sampler": settings, "random": random})
+def pack_sampler(state: SamplerState | None, **more: int) -> bytes:
+    """Return the meta of a STATE record, with more members."""
+    data: dict[str, Any] = {"sampler": None, "random": None, **more}
+    if state is not None:
+        data["sampler"] = {name: getattr(state.settings, name) for name in Sampler.__dataclass_fields__}
+        data["random"] = {name: getattr(state.random, name) for name in RandomState.__dataclass_fields__}
+    return canonical_json(data)
+
+
+def pack_state(snapshot: Snapshot) -> bytes:
+    """Return the meta of the STATE of a snapshot: sampler, and the next position where it is not the usual one."""
+    last = snapshot.positions[-1] if snapshot.positions else None
+    if snapshot.token_offset == (last.start + last.count if last else 0):
+        return pack_sampler(snapshot.sampler)
+    return pack_sampler(snapshot.sampler, token_offset=snapshot.token_offset)
+
+
+def parse_token_offset(raw: bytes, path: str | None, offset: int) -> int | None:
+    """Return the position that the meta of a STATE record names, or None for the one behind the last row."""
+    data = parse_json(raw, path, offset) if raw else {}
+    if "token_offset" not in data:
+        return None
+    return _Reader(data, "STATE", path, offset).integer("token_offset", -(2**62), 2**62)
 
 
 def parse_sampler(raw: bytes, path: str | None, offset: int) -> SamplerState | None:

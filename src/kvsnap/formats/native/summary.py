@@ -138,14 +138,15 @@ def summary_of(file: NativeFile) -> Summary:
     commit, header = file.commit, file.header
     runs: tuple[Run, ...] = ()
     parts: list[Part] = []
-    has_text = bool(file.entries)
+    has_text = bool(file.live)
     for span in file.spans():
         runs = join_runs(runs, cut_runs(span.table.runs, span.entry.n_tokens))
         parts += span.table.parts
         has_text = has_text and bool(span.table.meta)
     replaced, sampler = file.state()
-    if commit.state:
-        parts += file.table_at(commit.state, Kind.STATE)[0].parts
+    place, state = file.state_place()
+    if state:
+        parts += place.table_at(state, Kind.STATE)[0].parts
     generated = sum(r.count for r in runs if r.kind == "generated")
     layers = _layers(file)
     first = next((layer for layer in layers if layer.head_dim), None)
@@ -159,7 +160,7 @@ def summary_of(file: NativeFile) -> Summary:
         num_query_heads=first.num_query_heads if first else 0, head_dim=first.head_dim if first else 0,
         dtype=first.dtype if first else "", n_tokens=commit.n_tokens, n_prompt=commit.n_tokens - generated,
         n_generated=generated, n_pending=commit.n_pending, n_rows=commit.n_rows, token_offset=commit.token_offset,
-        n_spans=len(file.entries), has_logits=any(t.role == "logits" for t in replaced.values()), has_text=has_text,
+        n_spans=len(file.live), has_logits=any(t.role == "logits" for t in replaced.values()), has_text=has_text,
         sampler=sampler, file_bytes=file.reader.size, tensor_bytes=sum(p.decoded for p in parts), stored=stored,
         exact=bound == 0, bound=bound, layers=layers, identity=file.identity, metadata=file.metadata,
         dropped=file.end.dropped, notes=file.end.notes,

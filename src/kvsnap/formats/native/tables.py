@@ -309,7 +309,7 @@ def parse_commit(raw: bytes, path: str | None, offset: int) -> Commit:
     ) = _COMMIT.unpack_from(raw)  # fmt: skip
     if n_tail * ENTRY_SIZE != len(raw) - _COMMIT.size:
         raise _refuse("the count of tail entries does not fit the length of COMMIT", path, offset + 36, found=n_tail)
-    if any(reserved) or flags > 3 or number < 1 or base or operation not in OPERATION_NAMES:
+    if any(reserved) or flags > 3 or number < 1 or operation not in OPERATION_NAMES:
         raise _refuse("a field of COMMIT has a value that version 1 does not know", path, offset)
     if (
         max(n_tokens, n_rows, n_pending) > MAX_COUNT

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from kvsnap.errors import CompatibilityError, DamagedError, FormatError, InputError
-from kvsnap.files import Reader
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.journal import Published
 from kvsnap.formats.native.tables import (
@@ -23,7 +22,7 @@ from kvsnap.formats.native.write import RecordWriter, span_table, state_tensors
 from kvsnap.identity import Identity, compare
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress
-from kvsnap.records import RECORD_SIZE, FileHeader, Kind, commit_digest, read_record
+from kvsnap.records import RECORD_SIZE, FileHeader, Kind, ReadAt, commit_digest, read_record
 
 __all__ = ["check_continues", "merged_geometry", "merged_identity", "walk", "write_turn"]
 
@@ -41,9 +40,9 @@ def write_turn(
     """Write the records of one turn; return its commit, its entry in the live list, and its parts."""
     start, tokens = now.commit.n_rows, now.commit.n_tokens
     identity, layout, note = now.commit.identity, now.commit.layout, now.commit.note
-    if not identity or identified != now.identity:
+    if identified != now.identity or not (identity or now.base):
         identity = writer.plain(Kind.IDENTITY, canonical_json(identified.to_dict()))
-    if not layout or geometry != now.geometry:
+    if geometry != now.geometry or not (layout or now.base):
         layout = writer.plain(Kind.LAYOUT, schema.pack_layout(geometry))
     table = span_table(snapshot, row_start=start, token_start=tokens, text=text)
     rows = [
@@ -51,20 +50,19 @@ def write_turn(
         for t in snapshot.tensors()
         if t.spec.grows
     ]
-    if not now.entries:
+    if now.is_empty:
         rows += [t for t in snapshot.tensors() if t.spec.growth == "static"]
     span, check, parts = writer.parts(Kind.SPAN, table, rows, codec, progress)
-    state_table = Table(row_start=snapshot.n_rows, meta=schema.pack_sampler(snapshot.sampler))
+    state_table = Table(row_start=snapshot.n_rows, meta=schema.pack_state(snapshot))
     state, _, state_parts = writer.parts(Kind.STATE, state_table, state_tensors(snapshot), "exact")
     if snapshot.metadata:
         note = writer.plain(Kind.NOTE, schema.pack_note(snapshot.metadata))
-    previous = now.entries[-1].digest if now.entries else bytes(16)
-    digest = history_digest(previous, table.tokens, table.n_rows)
+    digest = history_digest(now.commit.digest, table.tokens, table.n_rows)
     entry = Entry(span, len(table.tokens), start, table.n_rows, state, check, digest)
     commit = Commit(
         number=writer.number, operation=Operation.APPEND, n_tokens=len(snapshot.tokens), n_rows=snapshot.n_rows,
         n_pending=snapshot.n_pending, token_offset=snapshot.token_offset, identity=identity, layout=layout,
-        state=state, note=note,
+        state=state, note=note, base=now.commit.base,
     )  # fmt: skip
     return commit, entry, [*parts, *state_parts]
 
@@ -97,29 +95,26 @@ def check_continues(now: Published, snapshot: Snapshot, tokens: Callable[[], tup
             f"the snapshot does not continue the session: token {first} differs", path=path,
             expected=tokens()[first], found=snapshot.tokens[first],
         )  # fmt: skip
-    if commit.identity:
-        report = compare(now.identity, snapshot.identity)
-        differing = [f for f in report.fields if f.verdict == "differ" and f.level == "fatal"]
-        if differing:
-            text = "; ".join(str(f) for f in differing[:4])
-            raise CompatibilityError(f"the snapshot is of another model: {text}", path=path, report=report)
+    report = compare(now.identity, snapshot.identity)
+    differing = [f for f in report.fields if f.verdict == "differ" and f.level == "fatal"]
+    if differing:
+        text = "; ".join(str(f) for f in differing[:4])
+        raise CompatibilityError(f"the snapshot is of another model: {text}", path=path, report=report)
 
 
 def merged_geometry(now: Published, snapshot: Snapshot, path: str) -> schema.Geometry:
     """Return the geometry of the session with this snapshot; refuse one that is shaped otherwise."""
     new, old = schema.geometry_of(snapshot), now.geometry
-    if not now.commit.layout:
+    if now.is_empty:
         return new
     known = {spec.id: spec for spec in old.tensors}
     difference = schema.same_tensors(
         [s for s in old.tensors if s.role != "logits"], [s for s in new.tensors if s.role != "logits"]
     )
-    if now.entries and (difference or old.layers != new.layers):
+    if difference or old.layers != new.layers:
         raise CompatibilityError(
             f"the cache of the snapshot is shaped otherwise: {difference or 'other layers'}", path=path
         )
-    if not now.entries:
-        return new
     return replace(old, tensors=tuple({**known, **{s.id: s for s in new.tensors}}.values()))
 
 
@@ -130,7 +125,7 @@ def merged_identity(now: Published, snapshot: Snapshot) -> Identity:
     them under the name of the last.
     """
     old, new = now.identity, snapshot.identity
-    if not now.entries:
+    if now.is_empty:
         return new
     return replace(
         new,
@@ -145,9 +140,8 @@ def merged_identity(now: Published, snapshot: Snapshot) -> Identity:
     )
 
 
-def walk(now: Published, header: FileHeader, reader: Reader) -> Iterator[tuple[Commit, int]]:
-    """Yield every commit with its offset, newest first, following and checking the chain."""
-    commit, offset = now.commit, now.footer.commit_offset
+def walk(commit: Commit, offset: int, header: FileHeader, reader: ReadAt) -> Iterator[tuple[Commit, int]]:
+    """Yield a commit and every one before it, each with its offset, following and checking the chain."""
     while True:
         yield commit, offset
         if not commit.previous:

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from kvsnap import codecs
-from kvsnap.errors import DamagedError, FormatError, KvsnapError, UnsupportedError, VersionError
+from kvsnap.errors import DamagedError, FormatError, KvsnapError, MissingError, UnsupportedError, VersionError
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.sources import PartSource, Sizes
 from kvsnap.formats.native.tables import ReadTable, parse_commit
@@ -40,6 +40,7 @@ class Damage:
     """One damaged place: what it is, the offset of its bytes, and the history it takes with it.
 
     `live` tells whether the current history needs it. `tokens` is the range of tokens `[first, last)` that is lost.
+    `path` names the file where that is another one: the parent of a fork.
     """
 
     what: str
@@ -47,10 +48,14 @@ class Damage:
     live: bool
     tensor: str = ""
     tokens: tuple[int, int] | None = None
+    path: str | None = None
 
     def __str__(self) -> str:
         lost = "" if self.tokens is None else f", tokens [{self.tokens[0]}, {self.tokens[1]})"
-        return f"byte {self.offset}: {self.what}{lost}{'' if self.live else ' (not part of the current history)'}"
+        where = "" if self.path is None else f"{self.path}: "
+        return (
+            f"{where}byte {self.offset}: {self.what}{lost}{'' if self.live else ' (not part of the current history)'}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,7 @@ class VerifyReport:
             **{name: getattr(self, name) for name in self.__dataclass_fields__ if name != "damages"},
             "notes": list(self.notes),
             "damages": [
-                {"what": d.what, "offset": d.offset, "live": d.live, "tensor": d.tensor, "tokens": d.tokens}
-                for d in self.damages
+                {name: getattr(damage, name) for name in Damage.__dataclass_fields__} for damage in self.damages
             ],
         }
 
@@ -99,9 +103,10 @@ class _Walk:
     n_commits: int = 0
     live: set[int] = field(default_factory=set)
     live_tokens: dict[int, tuple[int, int]] = field(default_factory=dict)
+    path: str | None = None
 
     def found(self, what: str, offset: int, record: int, **facts: Any) -> None:
-        self.damages.append(Damage(what, offset, record in self.live, **facts))
+        self.damages.append(Damage(what, offset, record in self.live, path=self.path, **facts))
 
     def told(self, place: int) -> None:
         """Tell how far the walk has come."""
@@ -114,16 +119,37 @@ class _Walk:
             self.found("padding is not zero", start, record)
 
 
-def _live_records(file: NativeFile, walk: _Walk) -> None:
+def _live_records(file: NativeFile, walk: _Walk) -> list[_Walk]:
+    """Note what the history needs of this file; return the same for the parents of a fork."""
     commit = file.commit
     walk.live = {
         file.end.footer.commit_offset, commit.identity, commit.layout, commit.state, commit.note, commit.index,
+        commit.base,
     } - {0}  # fmt: skip
-    token = 0
-    for entry in file.entries:
-        walk.live.add(entry.span)
-        walk.live_tokens[entry.span] = (token, token + entry.n_tokens)
-        token += entry.n_tokens
+    token, others = 0, []
+    for where, entries in file.stretches:
+        walked = walk
+        if where is not file:
+            walked = _Walk(where, None, path=where.path)
+            others.append(walked)
+        for entry in entries:
+            walked.live.add(entry.span)
+            walked.live_tokens[entry.span] = (token, token + entry.n_tokens)
+            token += entry.n_tokens
+    where, state = file.state_place()
+    for other in others:
+        other.live |= {state} - {0} if other.file is where else set()
+    return others
+
+
+def _check_parents(walk: _Walk, others: list[_Walk]) -> None:
+    """Check the records that a fork needs of its parents; what else is in those files is their own business."""
+    for other in others:
+        for offset in sorted(other.live):
+            _guarded(other, offset)
+            walk.n_records += 1
+        walk.damages += other.damages
+        walk.n_parts += other.n_parts
 
 
 def _check_parts(walk: _Walk, offset: int, record: RecordHeader, table: ReadTable) -> None:
@@ -155,18 +181,18 @@ def _check_parts(walk: _Walk, offset: int, record: RecordHeader, table: ReadTabl
         walk.n_parts += 1
 
 
-def _guarded(walk: _Walk, offset: int, record: RecordHeader) -> None:
+def _guarded(walk: _Walk, offset: int) -> None:
     try:
-        _check_record(walk, offset, record)
+        _check_record(walk, offset)
     except (UnsupportedError, VersionError):
         raise
     except KvsnapError as error:
         walk.found(error.message, error.offset or offset, offset, tokens=walk.live_tokens.get(offset))
 
 
-def _check_record(walk: _Walk, offset: int, record: RecordHeader) -> None:
+def _check_record(walk: _Walk, offset: int) -> None:
     file = walk.file
-    _, raw = read_record(file.reader, file.header, offset)
+    record, raw = read_record(file.reader, file.header, offset)
     end = offset + RECORD_SIZE + record.length
     walk.zero(end, record_end(offset, record), offset)
     if record.kind in WITH_PARTS:
@@ -214,26 +240,27 @@ def _records(walk: _Walk) -> Iterator[tuple[int, RecordHeader]]:
 
 def verify_file(file: NativeFile, progress: Progress | None = None) -> VerifyReport:
     """Check every record, part and padding byte of an open file. Damage is reported, not raised."""
-    walk = _Walk(file, progress)
+    walk, others = _Walk(file, progress), []
     try:
-        _live_records(file, walk)
+        others = _live_records(file, walk)
     except VersionError:
         raise
-    except (DamagedError, FormatError) as error:
+    except (DamagedError, FormatError, MissingError) as error:
         walk.damages.append(Damage(error.message, error.offset or 0, live=True, tokens=(0, file.commit.n_tokens)))
     stop = file.end.footer.file_length
     for offset, record in _records(walk):
         walk.n_records += 1
-        _guarded(walk, offset, record)
+        _guarded(walk, offset)
         if progress is not None:
             progress(record_end(offset, record), stop)
+    _check_parents(walk, others)
     try:
         for _ in file.spans():
             pass
         file.snapshot()
     except VersionError:
         raise
-    except (DamagedError, FormatError) as error:
+    except (DamagedError, FormatError, MissingError) as error:
         if all(not d.live for d in walk.damages):
             walk.damages.append(Damage(error.message, error.offset or 0, live=True))
     notes = list(file.end.notes)

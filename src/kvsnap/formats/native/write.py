@@ -109,12 +109,14 @@ def new_header(use: int) -> FileHeader:
 
 
 @dataclass(slots=True)
-class _Encoded:
+class EncodedPart:
+    """A part whose offset is not known yet, and its stored bytes."""
+
     part: Part
     buffers: tuple[Any, ...]
 
 
-def _encode(tensor: Tensor, wanted: str) -> _Encoded:
+def _encode(tensor: Tensor, wanted: str) -> EncodedPart:
     spec = tensor.spec
     codec = codecs.codec_for(wanted, spec)
     encoded: Encoded = codec.encode(spec, tensor.values())
@@ -135,7 +137,7 @@ def _encode(tensor: Tensor, wanted: str) -> _Encoded:
         decoded=tensor.nbytes,
         bound=bound,
     )
-    return _Encoded(part, encoded.buffers)
+    return EncodedPart(part, encoded.buffers)
 
 
 def _bytes_of(buffer: Any) -> Any:
@@ -144,14 +146,14 @@ def _bytes_of(buffer: Any) -> Any:
     return buffer
 
 
-def _ahead(work: Sequence[Callable[[], _Encoded]], overlap: bool) -> Iterator[_Encoded]:
+def _ahead(work: Sequence[Callable[[], EncodedPart]], overlap: bool) -> Iterator[EncodedPart]:
     """Yield the results in order; with `overlap` the next one is made in a thread while the caller writes this one."""
     if not overlap or len(work) < 2:
         for make in work:
             yield make()
         return
     with ThreadPoolExecutor(1, thread_name_prefix="kvsnap-encode") as pool:
-        coming: Future[_Encoded] = pool.submit(work[0])
+        coming: Future[EncodedPart] = pool.submit(work[0])
         for make in work[1:]:
             ready, coming = coming.result(), pool.submit(make)
             yield ready
@@ -181,6 +183,23 @@ class RecordWriter:
         self.sequence += 1
         return place
 
+    def copied(self, kind: int, length: int, table: bytes, payload: Iterable[tuple[int, Any]]) -> tuple[int, int]:
+        """Write a record whose payload is there already: its table, and what follows as pairs of place and bytes.
+
+        Places count from the start of the payload. Return the offset of the record and its header checksum.
+        """
+        place = self.offset
+        head = self._header(kind, length, table)
+        for at, data in payload:
+            self.sink.write_at([data], place + RECORD_SIZE + at)
+        self.sink.write_at([head, table], place)
+        end = place + RECORD_SIZE + length
+        if end % 64:
+            self.sink.write_at([bytes(-end % 64)], end)
+        self.offset = align64(end)
+        self.sequence += 1
+        return place, int.from_bytes(head[56:64], "little")
+
     def parts(
         self, kind: int, table: Table, tensors: Sequence[Tensor], codec: str, progress: Progress | None = None
     ) -> tuple[int, int, tuple[Part, ...]]:
@@ -189,13 +208,25 @@ class RecordWriter:
         The parts go first and the table last: nothing points at the record before the commit, and so the bytes of a
         tensor are needed only once.
         """
-        place = self.offset
-        length = Table.length(len(table.tokens), len(table.runs), len(table.positions), len(table.meta), len(tensors))
         total = sum(t.nbytes for t in tensors)
         work = [partial(_encode, tensor, codec) for tensor in tensors]
+        return self.encoded(kind, table, len(work), _ahead(work, total >= _OVERLAP_FROM), total, progress)
+
+    def encoded(
+        self,
+        kind: int,
+        table: Table,
+        n_parts: int,
+        encodings: Iterable[EncodedPart],
+        total: int,
+        progress: Progress | None = None,
+    ) -> tuple[int, int, tuple[Part, ...]]:
+        """Write a SPAN or STATE with `n_parts` parts that are encoded already; as `parts`."""
+        place = self.offset
+        length = Table.length(len(table.tokens), len(table.runs), len(table.positions), len(table.meta), n_parts)
         parts: list[Part] = []
         at, done = length, 0
-        for encoded in _ahead(work, total >= _OVERLAP_FROM):
+        for encoded in encodings:
             part = replace(encoded.part, offset=at)
             padding = bytes(-part.stored % 64)
             self.sink.write_at([*(_bytes_of(b) for b in encoded.buffers), padding], place + RECORD_SIZE + at)
@@ -332,7 +363,7 @@ def write_snapshot(
         snapshot, row_start=0, token_start=0, text=None if snapshot.text is None else (None, snapshot.text)
     )
     span, check, parts = writer.parts(Kind.SPAN, table, rows, chosen, progress)
-    state_table = Table(row_start=snapshot.n_rows, meta=schema.pack_sampler(snapshot.sampler))
+    state_table = Table(row_start=snapshot.n_rows, meta=schema.pack_state(snapshot))
     state, _, state_parts = writer.parts(Kind.STATE, state_table, state_tensors(snapshot), "exact")
     note = writer.plain(Kind.NOTE, schema.pack_note(snapshot.metadata)) if snapshot.metadata else 0
     digest = history_digest(bytes(16), table.tokens, snapshot.n_rows)

@@ -1,0 +1,106 @@
+"""Putting the spans of a live list together as one snapshot, whose tensors are read when they are used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsnap.errors import FormatError
+from kvsnap.formats.native import schema
+from kvsnap.formats.native.columns import Columns, JoinedSource
+from kvsnap.formats.native.sources import Sizes
+from kvsnap.layout import Snapshot, Tensor, cut_positions, cut_runs, join_positions, join_runs
+from kvsnap.tensors import Source, TensorSpec, numpy_dtype
+
+if TYPE_CHECKING:
+    from kvsnap.formats.native.read import NativeFile
+    from kvsnap.layout import PositionRun, Run
+
+__all__ = ["snapshot_of"]
+
+
+def snapshot_of(file: NativeFile) -> Snapshot:
+    """Return everything as a snapshot. Tensor bytes are read, and checked, when they are first used."""
+    columns = Columns(Sizes(file.geometry.tensors, replaced=False))
+    ids: list[npt.NDArray[np.int32]] = []
+    text: str | None = ""
+    runs: tuple[Run, ...] = ()
+    positions: tuple[PositionRun, ...] = ()
+    for span in file.spans():
+        entry, table = span.entry, span.table
+        ids.append(table.tokens[: entry.n_tokens])
+        whole = entry.n_tokens == len(table.tokens)
+        text = _joined_text(text, schema.parse_text(table.meta, span.file.path, span.payload) if whole else None)
+        runs = join_runs(runs, cut_runs(table.runs, entry.n_tokens))
+        positions = join_positions(positions, cut_positions(table.positions, entry.n_rows))
+        columns.add(entry, table, span.payload, span.file.reader, mapped=span.file.mapped)
+    specs = {spec.id: spec for spec in file.geometry.tensors}
+    tensors = {number: _tensor(file, specs[number], columns) for number in columns.tensors}
+    replaced, sampler = file.state()
+    absent = [spec for spec in file.geometry.tensors if spec.grows and spec.id not in tensors]
+    tensors |= {spec.id: _empty(file, spec) for spec in absent}
+    logits = next((t for t in replaced.values() if t.role == "logits"), None)
+    every = np.concatenate(ids) if ids else np.zeros(0, np.int32)
+    return Snapshot(
+        architecture=file.geometry.architecture,
+        layers=file.geometry.build(tensors | replaced),
+        tokens=tuple(every.tolist()),
+        runs=runs,
+        n_rows=file.commit.n_rows,
+        n_pending=file.commit.n_pending,
+        token_offset=file.commit.token_offset,
+        positions=positions,
+        logits=logits,
+        sampler=sampler,
+        identity=file.identity,
+        text=text if len(columns) else None,
+        metadata=file.metadata,
+        source={
+            "format": "native",
+            "path": file.path,
+            "commit": file.commit.number,
+            "complete": file.commit.complete,
+        },
+    )
+
+
+def _empty(file: NativeFile, spec: TensorSpec) -> Tensor:
+    expected = file.commit.n_rows // spec.tokens_per_row
+    if spec.growth == "grow" and expected:
+        raise FormatError(
+            f"{spec.name}: rows are missing", path=file.path, offset=file.end.footer.commit_offset,
+            expected=f"0 to {expected}", found="no part",
+        )  # fmt: skip
+    return Tensor(spec, np.zeros(spec.shape, dtype=numpy_dtype(spec.dtype)))
+
+
+def _tensor(file: NativeFile, spec: TensorSpec, columns: Columns) -> Tensor:
+    if not spec.grows:
+        last = columns.last(spec.id).source
+        return Tensor(spec, last, n_rows=last.part.n_rows, bound=last.part.bound)
+    column = columns.column(spec)
+    start = int(column.starts[0])
+    stop = start + int(column.kept.sum())
+    expected = file.commit.n_rows // spec.tokens_per_row
+    if spec.growth == "grow" and (start, stop) != (0, expected):
+        raise FormatError(
+            f"{spec.name}: rows are missing", path=file.path,
+            offset=columns.slice(int(column.spans[0]), spec.id).source.offset,
+            expected=f"0 to {expected}", found=f"{start} to {stop}",
+        )  # fmt: skip
+    source: Source = JoinedSource(spec, columns, column)
+    if len(column.spans) == 1 and column.whole:
+        source = columns.slice(int(column.spans[0]), spec.id).source
+    return Tensor(spec, source, start=start, n_rows=stop - start, bound=column.bound)
+
+
+def _joined_text(before: str | None, piece: tuple[int | None, str] | None) -> str | None:
+    """Return the text up to and including a span; None where a part of it is not known."""
+    if piece is None:
+        return None
+    after, text = piece
+    if after == 0:
+        return text
+    return None if before is None else before[:after] + text

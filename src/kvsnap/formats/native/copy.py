@@ -1,0 +1,96 @@
+"""Sessions written anew: a copy under another name, and the same name without what the history no longer needs."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from kvsnap.errors import InputError
+from kvsnap.files import Appender, Writer, replacing
+from kvsnap.formats.native.base import session_file_name
+from kvsnap.formats.native.fork import at_commit, cut_at
+from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.replay import History, history_of, write_history
+from kvsnap.protocols import Progress
+from kvsnap.records import FileHeader, Footer
+
+__all__ = ["CompactReport", "CopyReport", "check_alone", "copy_session", "replace_compacted", "write_compacted"]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """What a copy wrote: `n_tokens` and `n_turns` are those of its history, `notes` what could not be taken along."""
+
+    path: str
+    file_id: str
+    nbytes: int
+    n_tokens: int
+    n_turns: int
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return {**{name: getattr(self, name) for name in self.__dataclass_fields__}, "notes": list(self.notes)}
+
+
+@dataclass(frozen=True, slots=True)
+class CompactReport(CopyReport):
+    """What compacting did: the file had `nbytes_before` and `n_commits_before`, now it has `nbytes` and `n_turns`."""
+
+    nbytes_before: int = 0
+    n_commits_before: int = 0
+
+
+def copy_session(
+    file: NativeFile,
+    path: str | os.PathLike[str],
+    *,
+    n_tokens: int | None = None,
+    commit: int | None = None,
+    progress: Progress | None = None,
+) -> CopyReport:
+    """Write the history of an open session, or a part of it, to the new file `path`: `Session.fork` says the rest."""
+    origin = file if commit is None else at_commit(file, commit)
+    history = history_of(origin, cut_at(origin, n_tokens))
+    with replacing(path, new=True) as writer:
+        header, footer = write_history(history, writer, progress=progress)
+    return CopyReport(
+        os.path.abspath(path), header.file_id.hex(), footer.file_length, history.end.n_tokens, len(history.pieces),
+        history.notes,
+    )  # fmt: skip
+
+
+def check_alone(file: NativeFile) -> None:
+    """Raise `InputError` for a file that others may start from, which has to stay as it is."""
+    if file.path and os.path.basename(file.path) == session_file_name(file.header.file_id):
+        raise InputError(
+            "this file belongs to a library, and forks may need it: compact it with Library.compact", path=file.path
+        )
+
+
+def write_compacted(file: NativeFile, writer: Writer, progress: Progress | None) -> tuple[History, FileHeader, Footer]:
+    """Write the live history of an open session as a file of its own."""
+    history = history_of(file)
+    header, footer = write_history(history, writer, progress=progress)
+    return history, header, footer
+
+
+def compact_report(file: NativeFile, path: str, history: History, header: FileHeader, footer: Footer) -> CompactReport:
+    """Say what compacting `file` to `path` did."""
+    return CompactReport(
+        path=path, file_id=header.file_id.hex(), nbytes=footer.file_length, n_tokens=history.end.n_tokens,
+        n_turns=len(history.pieces), notes=history.notes, nbytes_before=file.end.footer.file_length,
+        n_commits_before=file.commit.number,
+    )  # fmt: skip
+
+
+def replace_compacted(file: NativeFile, path: str, progress: Progress | None) -> tuple[CompactReport, Appender]:
+    """Put a compacted file in the place of `path`; return an appender of it, locked since before it had the name."""
+    with ExitStack() as undo:
+        with replacing(path) as writer:
+            appender = undo.enter_context(Appender.taking(writer))
+            history, header, footer = write_compacted(file, writer, progress)
+        undo.pop_all()
+    return compact_report(file, path, history, header, footer), appender
