@@ -14,7 +14,8 @@ from kvsnap.library.names import check_free, check_name, likeness
 
 LEGAL = [
     "chat", "a", "a b", "a.b", "v1.2.3", "with-dash_and+plus", "notes@home", "100%", "(draft)", "it's", "#1", "~x",
-    "\u0437\u0430\u043c\u0435\u0442\u043a\u0438", "\u304a\u904a\u3073", "\u00fc", "\u65e5\u672c\u8a9e\u3002\u7b2c\u4e00", "\u03a9mega", "\u30ce\u30fc\u30c8", "caf\u00e9", "\U0001f600", "a\u3000b",
+    "\u0437\u0430\u043c\u0435\u0442\u043a\u0438", "\u304a\u904a\u3073", "\u00fc",
+    "\u65e5\u672c\u8a9e\u3002\u7b2c\u4e00", "\u03a9mega", "\u30ce\u30fc\u30c8", "caf\u00e9", "\U0001f600", "a\u3000b",
     "console", "com", "com10", "nullable", "x" * 200, "\u00fc" * 100, "\u0644\u063a\u0629", "na\u00efve \u2014 draft",
 ]  # fmt: skip
 

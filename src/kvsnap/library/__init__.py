@@ -9,28 +9,24 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import cast
 
-import numpy as np
 import platformdirs
 
-from kvsnap.errors import BusyError, DamagedError, InputError, KvsnapError, MissingError
-from kvsnap.files import write_whole
-from kvsnap.formats.native.journal import empty_file
+from kvsnap.errors import BusyError, InputError, KvsnapError
+from kvsnap.formats.native import NativeFile
+from kvsnap.formats.native.copy import CompactReport
 from kvsnap.identity import Identity
-from kvsnap.library import doctor, evicting, forks, searching
-from kvsnap.library.catalogue import Catalogue, CatalogueLost
-from kvsnap.library.contents import OK
+from kvsnap.library import evicting, making, searching
+from kvsnap.library.catalogue import CatalogueLost
+from kvsnap.library.contents import Facts
 from kvsnap.library.names import check_free, check_name
-from kvsnap.library.place import CATALOGUE, Place, Pointer, Settings
+from kvsnap.library.place import Pointer, Settings
 from kvsnap.library.reports import Branch, CollectReport, Doctor, Entry, Evicted, Finding, Found, PruneReport
 from kvsnap.library.session import LibrarySession
-from kvsnap.library.view import MISSING, SET_APART, View, look
-from kvsnap.session import Session
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from kvsnap.library.shelf import Shelf
+from kvsnap.library.view import View
+from kvsnap.protocols import Progress
 
 __all__ = [
     "Branch",
@@ -46,21 +42,19 @@ __all__ = [
     "default_path",
 ]
 
-T = TypeVar("T")
-_FILE_ID = slice(40, 56)
-
 
 def default_path() -> str:
     """Return where the library of this user lies: the environment variable KVSNAP_LIBRARY, else the user's data."""
     return os.environ.get("KVSNAP_LIBRARY") or os.path.join(platformdirs.user_data_dir("kvsnap", False), "library")
 
 
-class Library:
-    """A directory of sessions by name. A context manager; several processes and threads may use one at a time.
+class Library(Shelf):
+    """A directory of sessions by name. A context manager; several processes and threads may use one directory.
 
     `path` is the directory (default: `default_path()`), made when it is missing or empty. `max_bytes` limits the files
-    of all sessions together for this object, in bytes; without it the stored limit holds (`set_limit`). A library opened
-    for writing keeps its limit: when it is opened and after every commit the sessions used least recently are removed.
+    of all sessions together for this object, in bytes; without it the stored limit holds (`set_limit`). A library that
+    is opened for writing keeps its limit: when it is opened, and after every commit, the sessions used least recently
+    are removed.
     With `readonly` nothing is written, and `overrun` tells by how much the limit is exceeded.
 
     Raise `MissingError` (read-only, and no such directory), `InputError` (not a library), `VersionError`,
@@ -70,58 +64,18 @@ class Library:
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, max_bytes: int | None = None, readonly: bool = False
     ) -> None:
-        where = default_path() if path is None else os.fspath(path)
+        where: object = default_path() if path is None else os.fspath(path)
         if not isinstance(where, str) or not where or "\0" in where:
             raise InputError("not a path: a non-empty text without NUL is expected", found=repr(where))
-        self._own_limit = None if max_bytes is None else _checked_limit(max_bytes)
-        self._place = Place(where, readonly=readonly)
-        self._catalogue = Catalogue(self._place.within(CATALOGUE), readonly=readonly)
+        super().__init__(where, limit=None if max_bytes is None else _checked_limit(max_bytes), readonly=readonly)
         if not readonly:
             self._enforce(None)
-
-    @property
-    def path(self) -> str:
-        """The directory, absolute."""
-        return self._place.path
-
-    @property
-    def readonly(self) -> bool:
-        """True when nothing is written."""
-        return self._place.readonly
-
-    @property
-    def max_bytes(self) -> int | None:
-        """The limit in bytes that holds; None for no limit."""
-        return self._place.settings.max_bytes if self._own_limit is None else self._own_limit
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the files of all sessions now."""
-        return self._look(lambda view: view.total)
-
-    @property
-    def overrun(self) -> int:
-        """Bytes over the limit now; 0 when it is kept or there is none."""
-        limit = self.max_bytes
-        return 0 if limit is None else max(0, self.nbytes - limit)
 
     def set_limit(self, max_bytes: int | None) -> None:
         """Store the limit in bytes for everyone who opens the library; None for none. It holds at once."""
         self._place.write_settings(Settings(None if max_bytes is None else _checked_limit(max_bytes)))
         self._own_limit = None
         self._enforce(None)
-
-    def close(self) -> None:
-        """Close the catalogue. Sessions that are open stay so."""
-        self._catalogue.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- sessions -----------------------------------------------------------------------------------------
 
@@ -141,38 +95,13 @@ class Library:
             with self._place.locked():
                 view = self._names()
                 if create and name not in view.pointers and name not in view.bad_names:
-                    self._create(name, view)
+                    self._check_free(name)
+                    self._place.write_pointer(name, Pointer(making.empty_session(self._place)))
                     view = self._names()
                 session = self._opened(self._known(view, name).file_id, readonly=False)
         session.keep(self, name)
-        with suppress(CatalogueLost):
-            self._catalogue.touch(session.file_id, time.time_ns())
+        self._touch(session.file_id)
         return session
-
-    def _names(self) -> View:
-        return self._look(lambda view: view)
-
-    def _known(self, view: View, name: str) -> Pointer:
-        """Return what a name means; raise when its file cannot be opened."""
-        pointer = view.pointer(name, self._place)
-        state = view.state(pointer.file_id)
-        path = self._place.session(pointer.file_id)
-        if state == SET_APART:
-            raise DamagedError(
-                f"session {name!r} was damaged and lies in the quarantine of the library; remove the name to use it "
-                "again",
-                path=path,
-            )
-        if state == MISSING:
-            raise MissingError(f"the file of session {name!r} is gone", path=path)
-        return pointer
-
-    def _create(self, name: str, view: View) -> None:
-        check_free(name, [*view.pointers, *view.bad_names])
-        data = empty_file()
-        file_id = data[_FILE_ID].hex()
-        write_whole(self._place.session(file_id), data, new=True)
-        self._place.write_pointer(name, Pointer(file_id))
 
     def _opened(self, file_id: str, *, readonly: bool) -> LibrarySession:
         path = self._place.session(file_id)
@@ -180,52 +109,83 @@ class Library:
             raise InputError("a symbolic link inside the library is not followed", path=path)
         return cast("LibrarySession", LibrarySession.open(path, create=False, readonly=readonly))
 
-    def session_path(self, name: str) -> str:
-        """Return the path of the file of a session, for reading. Raise as `open` does."""
-        return self._place.session(self._known(self._names(), check_name(name)).file_id)
+    def fork(self, name: str, new: str, *, n_tokens: int | None = None, commit: int | None = None) -> Entry:
+        """Make a session `new` whose history starts in that of `name`; nothing is copied. Return its entry.
 
-    def committed(self, file_id: str, identity: Identity) -> None:
+        It starts at the last commit or an earlier one (`commit`), and keeps all tokens of it or the first `n_tokens`.
+        Raise `InputError` for a name that is taken or a length that is none, `MissingError` for an unknown session or
+        commit, `UnsupportedError` where a layer cannot be cut there, naming the nearest length.
+        """
+        check_name(name)
+        check_name(new)
+        with self._place.locked():
+            file_id = self._known(self._names(), name).file_id
+            return self._made(new, lambda: making.fork_session(self._place, file_id, n_tokens=n_tokens, commit=commit))
+
+    def add(self, path: str | os.PathLike[str], name: str, *, progress: Progress | None = None) -> Entry:
+        """Copy a file into the library as session `name`; return its entry. Any format that kvsnap reads is taken.
+
+        Parts of a `.kvsnap` file are copied as they are stored, each checked. Raise `InputError` for a name that is
+        taken, and what `kvsnap.load` raises.
+        """
+        check_name(name)
+        with self._place.locked():
+            self._check_free(name)
+        with making.added_file(self._place, os.fspath(path), progress) as make, self._place.locked():
+            return self._made(name, make)
+
+    def _made(self, name: str, make: Callable[[], str]) -> Entry:
+        """Make a file and give it a name that is free; return its entry. Under the lock."""
+        self._check_free(name)
+        file_id = make()
+        self._place.write_pointer(name, Pointer(file_id))
+        self._touch(file_id)
+        self._enforce(None, keep=file_id)
+        return next(entry for entry in self.list() if entry.name == name)
+
+    def _check_free(self, name: str) -> None:
+        view = self._names()
+        check_free(name, [*view.pointers, *view.bad_names])
+
+    def compact(self, name: str, *, progress: Progress | None = None) -> CompactReport:
+        """Write a session anew without what its history no longer needs; it gets a new file, and keeps its names.
+
+        The old file stays for as long as a fork needs it. A fork becomes a session of its own. Raise as
+        `Session.compact`, and `BusyError` when it is open for writing.
+        """
+        with self.open(name, create=False) as session:
+            return session.compact(progress=progress)
+
+    # -- what sessions ask for ----------------------------------------------------------------------------
+
+    def committed(self, file_id: str, identity: Identity, facts: Facts) -> None:
         """Take note of a commit: what the sessions of this library call. Raises nothing that undoes a turn."""
+        with suppress(KvsnapError, OSError, CatalogueLost):
+            found = os.lstat(self._place.session(file_id))
+            stamp = (found.st_size, found.st_mtime_ns, found.st_ino)
+            self._catalogue.update({file_id: (stamp, facts)}, [])
+        self._touch(file_id)
+        with suppress(KvsnapError):
+            self._enforce(identity, keep=file_id)
+
+    def replaced(self, file_id: str, file: NativeFile, progress: Progress | None) -> CompactReport:
+        """Put a compacted file in the place of one that a session of this library holds open."""
+        with (
+            making.compacted_session(self._place, file, progress) as (report, name_it),
+            self._place.locked(),
+        ):
+            view = self._names()
+            name_it()
+            for name in view.names.get(file_id, ()):
+                self._place.write_pointer(name, Pointer(report.file_id, view.pointers[name].pinned))
+            if not view.children.get(file_id):
+                self._place.remove_session(file_id)
+        self._touch(report.file_id)
+        return report
+
+    def _touch(self, file_id: str) -> None:
         with suppress(CatalogueLost):
             self._catalogue.touch(file_id, time.time_ns())
-        with suppress(BusyError, KvsnapError):
-            self._enforce(identity)
-
-    # -- looking ------------------------------------------------------------------------------------------
-
-    def _look(self, work: Callable[[View], T]) -> T:
-        """Look at the library and do something with what is seen, again where the catalogue is lost meanwhile."""
-        while True:
-            with suppress(CatalogueLost):
-                return work(look(self._place, self._catalogue))
-
-    def list(self) -> tuple[Entry, ...]:
-        """Return all names, sorted, with what is known of their files. Reads only files that changed."""
-        return self._look(lambda view: searching.entries(self._place, self._catalogue, view))
-
-    def find(self, tokens: Sequence[int], identity: Identity | None = None) -> Found | None:
-        """Return the session whose history agrees longest with these ids from the start, or None.
-
-        With `identity` only sessions count that a model of this identity may restore. Of several the one with most
-        reusable rows is returned, then the one used last. Reads no tensor, and no file that has not changed; counts as
-        no use. Raise `InputError` for ids outside 0..2^31-1.
-        """
-        ids = searching.checked_ids(tokens)
-        return self._look(lambda view: searching.find(self._place, self._catalogue, view, ids, identity))
-
-    def tree(self) -> tuple[Branch, ...]:
-        """Return all files as a forest: forks below the file that their history starts in."""
-        return self._look(searching.tree)
-
-    def check(self) -> Doctor:
-        """Look the library over; every file's index and tables are read again. Changes nothing but the catalogue."""
-        return self._look(
-            lambda view: doctor.examine(self._place, view, self.max_bytes, self._catalogue.notes)
-        )
-
-    def refresh(self) -> None:
-        """Bring the catalogue up to date with the files. Every other call does so by itself."""
-        self._names()
 
     # -- names --------------------------------------------------------------------------------------------
 
@@ -246,10 +206,11 @@ class Library:
         Files that only it needed and no name reaches go with it. A damaged file is set apart instead. Raise
         `MissingError`, `BusyError` when the session is open for writing.
         """
+        check_name(name)
         with self._place.locked():
             view = self._names()
-            if name in view.bad_names:  # whatever it means, it is no name any more
-                self._place.remove_pointer(check_name(name))
+            if name in view.bad_names:  # it says of no file that it means it
+                self._place.remove_pointer(name)
                 return ()
             file_id = view.pointer(name, self._place).file_id
             if file_id in view.rows and self._place.is_busy(file_id):
@@ -258,7 +219,7 @@ class Library:
                 )
             self._place.remove_pointer(name)
             view.names[file_id].remove(name)
-            removed = tuple(evicting.remove_unneeded(self._place, view, file_id))
+            removed = tuple(evicting.remove_unneeded(self._place, view, file_id, name))
         self._forget([e.file_id for e in removed])
         return removed
 
@@ -271,8 +232,9 @@ class Library:
         self._set_pinned(name, pinned=False)
 
     def _set_pinned(self, name: str, *, pinned: bool) -> None:
+        check_name(name)
         with self._place.locked():
-            pointer = self._names().pointer(check_name(name), self._place)
+            pointer = self._names().pointer(name, self._place)
             self._place.write_pointer(name, Pointer(pointer.file_id, pinned))
 
     # -- room ---------------------------------------------------------------------------------------------
@@ -290,9 +252,12 @@ class Library:
         if limit is None:
             raise InputError("no limit: the library has none, so say how many bytes its sessions may take")
 
+        return self._prune(limit, identity, dry_run=dry_run)
+
+    def _prune(self, limit: int, identity: Identity | None, keep: str = "", *, dry_run: bool = False) -> PruneReport:
         def work(view: View) -> PruneReport:
             is_other = searching.differs(self._catalogue, view, identity)
-            return evicting.prune(self._place, view, limit, is_other=is_other, dry_run=dry_run)
+            return evicting.prune(self._place, view, limit, is_other=is_other, keep=keep, dry_run=dry_run)
 
         if dry_run:
             return self._look(work)
@@ -310,11 +275,19 @@ class Library:
         self._forget([e.file_id for e in report.removed])
         return report
 
-    def _enforce(self, identity: Identity | None) -> None:
+    def _enforce(self, identity: Identity | None, keep: str = "") -> None:
+        """Prune where the limit asks for it, but not the file `keep`, which was made or changed just now."""
         limit = self.max_bytes
         if limit is not None and self._place.session_bytes() > limit:
-            self.prune(limit, identity=identity)
+            self._prune(limit, identity, keep)
 
     def _forget(self, file_ids: Sequence[str]) -> None:
         with suppress(CatalogueLost):
             self._catalogue.drop_uses(list(file_ids))
+
+
+def _checked_limit(max_bytes: int) -> int:
+    given: object = max_bytes
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise InputError("a limit is a number of bytes", expected="0 or more", found=repr(max_bytes))
+    return max_bytes

@@ -373,9 +373,7 @@ def _set_members(db: sqlite3.Connection, file: int, chain: list[tuple[bytes, byt
     db.executemany("INSERT OR IGNORE INTO members VALUES (?, ?)", [(node, file) for node in new - old])
     left = [(node,) for node in old - new]
     db.executemany("DELETE FROM members WHERE node = ? AND file = " + str(int(file)), left)  # noqa: S608
-    db.executemany(
-        "DELETE FROM nodes WHERE number = ?1 AND NOT EXISTS (SELECT 1 FROM members WHERE node = ?1)", left
-    )
+    db.executemany("DELETE FROM nodes WHERE number = ?1 AND NOT EXISTS (SELECT 1 FROM members WHERE node = ?1)", left)
 
 
 def _reach(db: sqlite3.Connection, node: bytes, start: int, tokens: npt.NDArray[np.int32]) -> Reach:

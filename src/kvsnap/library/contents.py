@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -11,13 +12,26 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvsnap.errors import FormatError, KvsnapError, MissingError, VersionError
+from kvsnap.errors import KvsnapError, MissingError, VersionError
 from kvsnap.files import Reader
 from kvsnap.formats import native
 from kvsnap.formats.native import NativeFile
 from kvsnap.identity import Identity
+from kvsnap.tensors import TensorSpec
 
-__all__ = ["DAMAGED", "FOREIGN", "NEWER", "OK", "ORPHANED", "UNKNOWN", "UNREADABLE", "Facts", "pack_identity", "read_facts"]
+__all__ = [
+    "DAMAGED",
+    "FOREIGN",
+    "NEWER",
+    "OK",
+    "ORPHANED",
+    "UNKNOWN",
+    "UNREADABLE",
+    "Facts",
+    "is_rewindable",
+    "pack_identity",
+    "read_facts",
+]
 
 OK = "ok"
 DAMAGED = "damaged"
@@ -107,6 +121,8 @@ def _read(path: str, file_id: str) -> Facts:
     with closing(NativeFile.open(path, mapped=False)) as file:
         if file.header.file_id.hex() != file_id:
             return Facts(state=FOREIGN, reason=f"its file id is another: {file.header.file_id.hex()}")
+        if file.sealed:
+            return Facts(state=FOREIGN, reason="a sealed snapshot, where a session is expected")
         return facts_of(file)
 
 
@@ -118,19 +134,15 @@ def facts_of(file: NativeFile) -> Facts:
     for span in file.spans():
         ids.append(span.table.tokens[: span.entry.n_tokens])
         turns.append((span.entry.n_tokens, span.entry.n_rows))
-    specs = file.geometry.tensors
-    if file.sealed:
-        raise FormatError("a sealed snapshot, where a session is expected", path=file.path)
     return Facts(
         n_tokens=commit.n_tokens, n_rows=commit.n_rows, n_pending=commit.n_pending, n_commits=commit.number,
         complete=commit.complete, created_ns=file.header.created_ns, identity=pack_identity(file.identity),
-        parent=parent_of(file), rewindable=all(s.role == "logits" or s.growth in ("grow", "static") for s in specs),
+        parent=file.base.parent.hex() if file.base else "", rewindable=is_rewindable(file.geometry.tensors),
         turns=np.cumsum(np.array(turns, np.int64).reshape(-1, 2), axis=0),
         tokens=np.concatenate(ids).astype(np.int32) if ids else np.zeros(0, np.int32),
     )  # fmt: skip
 
 
-def parent_of(file: NativeFile) -> str:
-    """Return the file id of the parent of a fork, empty for a file that is none."""
-    base = getattr(file, "base", None)
-    return "" if base is None else str(base.parent.hex())
+def is_rewindable(specs: Iterable[TensorSpec]) -> bool:
+    """Tell whether a history can be cut between the ends of turns: no layer keeps a state that is replaced or moves."""
+    return all(spec.role == "logits" or spec.growth in ("grow", "static") for spec in specs)

@@ -33,7 +33,9 @@ def examine(place: Place, view: View, max_bytes: int | None, notes: list[str]) -
     total = view.total
     if max_bytes is not None and total > max_bytes:
         findings.append(
-            Finding("size", SESSIONS, f"{total} bytes, {total - max_bytes} over the limit of {max_bytes}", "kvsnap prune")
+            Finding(
+                "size", SESSIONS, f"{total} bytes, {total - max_bytes} over the limit of {max_bytes}", "kvsnap prune"
+            )
         )
     return Doctor(
         path=place.path, n_names=len(view.pointers), n_files=len(view.rows), nbytes=total, max_bytes=max_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from heapq import heappop, heappush
 
 from kvsnap.errors import KvsnapError
@@ -17,11 +18,12 @@ _BAD = (DAMAGED, ORPHANED)
 
 
 def prune(
-    place: Place, view: View, max_bytes: int, *, is_other: Callable[[str], bool], dry_run: bool
+    place: Place, view: View, max_bytes: int, *, is_other: Callable[[str], bool], keep: str = "", dry_run: bool
 ) -> PruneReport:
     """Set damaged files apart, then evict sessions until the files take at most `max_bytes`.
 
-    `is_other` tells of a file whether it is of another identity than the one in use. `view` follows what is done.
+    `is_other` tells of a file whether it is of another identity than the one in use. The file `keep` stays, and what it
+    needs. `view` follows what is done.
     """
     before, set_apart, skipped = view.total, [], set()
     for file_id in [f for f in view.rows if view.state(f) in _BAD]:
@@ -30,12 +32,15 @@ def prune(
         if place.is_busy(file_id):
             skipped.add(file_id)
             continue
-        done = Evicted(file_id, _names(view, file_id), view.seen[file_id].size, view.facts(file_id).reason or "no parent")
-        if not dry_run:
-            _unless_refused(lambda f=file_id: place.set_apart(f))  # type: ignore[misc]
+        done = Evicted(
+            file_id, _names(view, file_id), view.seen[file_id].size, view.facts(file_id).reason or "no parent"
+        )
+        if not dry_run and not _set_apart(place, file_id):
+            skipped.add(file_id)
+            continue
         set_apart.append(done)
         _drop_file(view, file_id)
-    evicted = _evict(place, view, max_bytes, is_other, skipped, dry_run=dry_run)
+    evicted = _evict(place, view, max_bytes, is_other, keep, skipped, dry_run=dry_run)
     return PruneReport(
         max_bytes=max_bytes, before=before, after=view.total, evicted=tuple(evicted), set_apart=tuple(set_apart),
         skipped=tuple(sorted(skipped)), foreign=len(view.others), foreign_bytes=view.other_bytes, dry_run=dry_run,
@@ -43,21 +48,26 @@ def prune(
 
 
 def _evict(
-    place: Place, view: View, max_bytes: int, is_other: Callable[[str], bool], skipped: set[str], *, dry_run: bool
+    place: Place,
+    view: View,
+    max_bytes: int,
+    is_other: Callable[[str], bool],
+    keep: str,
+    skipped: set[str],
+    *,
+    dry_run: bool,
 ) -> list[Evicted]:
     evicted: list[Evicted] = []
     total = view.total
     if total <= max_bytes:
         return evicted
-    kept = _kept(view)
+    kept = _kept(view) | {keep, *view.ancestors(keep)}
     queue: list[tuple[bool, bool, int, str]] = []
 
     def offer(file_id: str) -> None:
         """Queue a file that no fork needs: first what has no name, then other identities, then the least recent."""
         if file_id in view.rows and file_id not in kept | skipped and not view.children.get(file_id):
-            heappush(
-                queue, (bool(view.names.get(file_id)), not is_other(file_id), view.last_use(file_id), file_id)
-            )
+            heappush(queue, (bool(view.names.get(file_id)), not is_other(file_id), view.last_use(file_id), file_id))
 
     def evict(file_id: str, why: str) -> str:
         """Evict a file; return the parent that it leaves behind."""
@@ -114,10 +124,10 @@ def _names(view: View, file_id: str) -> tuple[str, ...]:
     return tuple(view.names.get(file_id, ()))
 
 
-def _unless_refused(work: Callable[[], object]) -> bool:
+def _set_apart(place: Place, file_id: str) -> bool:
     try:
-        work()
-    except KvsnapError:
+        place.set_apart(file_id)
+    except KvsnapError:  # no permission: it stays where it is
         return False
     return True
 
@@ -150,17 +160,20 @@ def collect(place: Place, view: View, *, dry_run: bool) -> CollectReport:
     )
 
 
-def remove_unneeded(place: Place, view: View, file_id: str) -> list[Evicted]:
-    """Remove a file that lost its name, and then the files that only it needed, unless a name or a fork needs them."""
+def remove_unneeded(place: Place, view: View, file_id: str, name: str) -> list[Evicted]:
+    """Remove a file that lost this name, and then the files that only it needed, unless a name or a fork needs them."""
     removed: list[Evicted] = []
     skipped: set[str] = set()
+    lost: tuple[str, ...] = (name,)
     at = file_id
     while at in view.rows and not view.names.get(at) and not view.children.get(at):
         parent = view.facts(at).parent
         if view.state(at) in _BAD:
             place.set_apart(at)
             view.drop(at)
-        elif not _remove(place, view, at, "no name", removed, skipped, dry_run=False):
+        elif not _remove(place, view, at, "removed" if lost else "no name", removed, skipped, dry_run=False):
             break
-        at = parent
+        else:
+            removed[-1] = replace(removed[-1], names=lost)
+        at, lost = parent, ()
     return removed

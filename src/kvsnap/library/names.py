@@ -42,8 +42,9 @@ _RESERVED = frozenset(("con", "prn", "aux", "nul", "conin$", "conout$", "clock$"
 
 def check_name(name: str) -> str:
     """Return `name` when it may name a session; raise `InputError` saying what is wrong with it, before any I/O."""
-    if not isinstance(name, str):
-        raise InputError("a name of a session is a text", found=type(name).__name__)  # type: ignore[unreachable]
+    given: object = name
+    if not isinstance(given, str):
+        raise InputError("a name of a session is a text", found=type(given).__name__)
     if not name:
         raise InputError("a name of a session is not empty")
     for place, letter in enumerate(name):
@@ -96,7 +97,7 @@ def likeness(name: str) -> str:
 
 
 def check_free(name: str, taken: Iterable[str]) -> str:
-    """Return `name` when it may name a new session beside those `taken`; raise `InputError` naming the one in the way."""
+    """Return `name` when it may name a new session beside those `taken`; else `InputError` names the one in the way."""
     check_name(name)
     key = likeness(name)
     for other in taken:

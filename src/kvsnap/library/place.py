@@ -30,7 +30,7 @@ from kvsnap.errors import (
 from kvsnap.files import TEMPORARY_PREFIX, Appender, Reader, make_directory, move, remove, translate, write_whole
 from kvsnap.library.names import check_name
 
-__all__ = ["Seen", "Listing", "Place", "Pointer", "Settings", "file_id_of", "session_name"]
+__all__ = ["Listing", "Place", "Pointer", "Seen", "Settings", "file_id_of", "session_name"]
 
 MARKER = "kvsnap-library"
 VERSION = 1
@@ -262,6 +262,10 @@ class Place:
                         entry.name, facts.st_size, facts.st_mtime_ns, entry.inode(), stat.S_IMODE(facts.st_mode)
                     )
         return Listing(ours, others, other_bytes)
+
+    def session_bytes(self) -> int:
+        """Return the bytes of all files in sessions/ that have the name of a session file of ours."""
+        return sum(seen.size for name, seen in self.listing(SESSIONS).ours.items() if file_id_of(name))
 
     def strangers(self) -> list[str]:
         """Return the names in the top directory that are not of the library, printable."""

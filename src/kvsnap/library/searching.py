@@ -26,8 +26,6 @@ _TOP = 2**31
 
 def checked_ids(tokens: Sequence[int]) -> npt.NDArray[np.int32]:
     """Return token ids as int32 `[ids]`. Raise `InputError` for what is no id, naming its place."""
-    if isinstance(tokens, np.ndarray):
-        tokens = tokens.tolist()
     for place, token in enumerate(tokens):
         try:
             number = operator.index(token)

@@ -29,7 +29,7 @@ class Reach:
 
 
 def blocks(tokens: npt.NDArray[np.int32]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield digest and ids (i32, little-endian) of each block: `xxh3_128(digest before || ids)`, the first after zeros."""
+    """Yield digest, `xxh3_128(digest before || ids)` with zeros before the first, and ids (i32) of each block."""
     digest = bytes(16)
     raw = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
     for at in range(0, len(raw), 4 * BLOCK):

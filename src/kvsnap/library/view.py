@@ -45,7 +45,7 @@ class View:
         return self.rows[file_id].facts
 
     def state(self, file_id: str) -> str:
-        """Return the state of a file, or of what a name means: one of the words of `contents`, or missing, set apart."""
+        """Return the state of a file, or of what a name means: a word of `contents`, or missing, or set apart."""
         row = self.rows.get(file_id)
         if row is None:
             return SET_APART if any(name.startswith(file_id) for name in self.set_apart) else MISSING
@@ -126,7 +126,10 @@ def look(place: Place, catalogue: Catalogue) -> View:
     for name, seen in listing.ours.items():
         file_id = file_id_of(name)
         if file_id is None:
-            view.others[ascii(name)[1:-1]], view.other_bytes = "not a name of a session file", view.other_bytes + seen.size
+            view.others[ascii(name)[1:-1]], view.other_bytes = (
+                "not a name of a session file",
+                view.other_bytes + seen.size,
+            )
         else:
             view.seen[file_id] = seen
     view.set_apart = {name: seen.size for name, seen in place.listing(QUARANTINE).ours.items()}
