@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvsnap.library.contents import DAMAGED, NEWER, OK, ORPHANED, UNREADABLE, read_facts
 from kvsnap.library.names import likeness
@@ -114,7 +115,7 @@ def _disagreements(place: Place, view: View) -> Iterator[Finding]:
         found = read_facts(place.session(file_id), file_id, row.facts)
         if found is None:
             continue
-        known = row.facts
+        known = replace(row.facts, state=view.state(file_id))
         differing = [
             name for name in ("state", "n_tokens", "n_rows", "n_commits", "complete", "created_ns", "parent")
             if getattr(known, name) != getattr(found, name)
