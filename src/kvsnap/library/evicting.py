@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from heapq import heappop, heappush
 
@@ -112,8 +113,11 @@ def _remove(
             for name in made.names:
                 place.remove_pointer(name)
             place.remove_session(file_id)
-        except KvsnapError:  # no permission: the next one may go
+        except KvsnapError:  # no permission: the next one may go, and this one keeps its names
             skipped.add(file_id)
+            for name in made.names:
+                with suppress(KvsnapError):
+                    place.write_pointer(name, view.pointers[name])
             return False
     done.append(made)
     view.drop(file_id)

@@ -245,6 +245,7 @@ class Place:
         others: dict[str, str] = {}
         other_bytes = 0
         path = self.within(directory)
+        owners = self._owners()
         with _translated(path), os.scandir(path) as entries:
             for entry in entries:
                 try:
@@ -253,7 +254,7 @@ class Place:
                     continue
                 if entry.name.startswith(TEMPORARY_PREFIX):
                     continue
-                why = _foreign(entry.name, facts)
+                why = _foreign(entry.name, facts, owners)
                 if why:
                     others[ascii(entry.name)[1:-1]] = why
                     other_bytes += facts.st_size if stat.S_ISREG(facts.st_mode) else 0
@@ -262,6 +263,11 @@ class Place:
                         entry.name, facts.st_size, facts.st_mtime_ns, entry.inode(), stat.S_IMODE(facts.st_mode)
                     )
         return Listing(ours, others, other_bytes)
+
+    def _owners(self) -> set[int]:
+        """Return whose files are ours: those of this user, and of the user whose library it is."""
+        with _translated(self.path):
+            return {os.stat(self.path).st_uid, os.geteuid() if hasattr(os, "geteuid") else 0}
 
     def session_bytes(self) -> int:
         """Return the bytes of all files in sessions/ that have the name of a session file of ours."""
@@ -335,7 +341,7 @@ def _marker(settings: Settings) -> bytes:
     return json.dumps({"kvsnap_library": VERSION, "max_bytes": settings.max_bytes}).encode() + b"\n"
 
 
-def _foreign(name: str, facts: os.stat_result) -> str:
+def _foreign(name: str, facts: os.stat_result, owners: set[int]) -> str:
     """Return why a file is not ours to touch, or nothing."""
     try:
         name.encode()
@@ -345,7 +351,7 @@ def _foreign(name: str, facts: os.stat_result) -> str:
         return "a symbolic link, which is not followed"
     if not stat.S_ISREG(facts.st_mode):
         return "not a regular file"
-    if hasattr(os, "geteuid") and facts.st_uid != os.geteuid():
+    if facts.st_uid not in owners:
         return "it belongs to another user"
     return ""
 
