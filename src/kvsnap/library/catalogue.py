@@ -11,7 +11,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -117,28 +117,22 @@ class Catalogue:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise sqlite3.OperationalError("unable to open: not a regular file")
         db = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
-        try:
+        with _closed_after_error(db):
             for pragma in ("secure_delete = ON", "journal_mode = DELETE", "synchronous = OFF"):
                 db.execute(f"PRAGMA {pragma}").fetchall()
             _prepare(db)
             self._inode = os.lstat(path).st_ino
-        except BaseException:
-            db.close()
-            raise
         return db
 
     @staticmethod
     def _open_memory_copy(path: str) -> sqlite3.Connection:
         db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        try:
+        with _closed_after_error(db):
             if os.path.lexists(path) and stat.S_ISREG(os.lstat(path).st_mode):
                 name = f"{Path(path).as_uri()}?mode=ro"
                 with closing(sqlite3.connect(name, uri=True, timeout=_PATIENCE)) as stored:
                     stored.backup(db)
             _prepare(db)
-        except BaseException:
-            db.close()
-            raise
         return db
 
     def _give_up(self, error: Exception) -> None:
@@ -287,14 +281,24 @@ def _prepare(db: sqlite3.Connection) -> None:
 
 @contextmanager
 def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        db.execute("COMMIT")
-    except BaseException:
+    def back() -> None:
         with suppress(sqlite3.Error):
             db.execute("ROLLBACK")
-        raise
+
+    db.execute("BEGIN IMMEDIATE")
+    with ExitStack() as undo:
+        undo.callback(back)
+        yield
+        db.execute("COMMIT")
+        undo.pop_all()
+
+
+@contextmanager
+def _closed_after_error(db: sqlite3.Connection) -> Iterator[None]:
+    with ExitStack() as undo:
+        undo.callback(db.close)
+        yield
+        undo.pop_all()
 
 
 def _row(r: tuple[object, ...]) -> Row:
