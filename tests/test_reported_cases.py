@@ -41,7 +41,7 @@ import numpy as np
 import pytest
 
 import kvsnap
-from kvsnap import files, formats
+from kvsnap import files, formats, inspection
 from kvsnap.errors import ConflictError, DamagedError, FormatError, InputError, KvsnapError, MissingError, StorageError
 from kvsnap.formats import colikv, mlxkv, native
 from kvsnap.formats.colikv import ColiFile, Geometry
@@ -776,6 +776,27 @@ def test_b34_nan_inside_used_rows_is_kept_to_the_bit_and_counted(tmp_path: Path,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout)["k"]["not_finite"] == 5
+    (bad,) = inspection.non_finite(found)
+    assert (bad.layer, bad.nan, bad.infinite, bad.row) == (1, 3, 2, 4)
+    assert inspection.non_finite(snapshot) == ()
+
+
+@pytest.mark.engine
+def test_b34_a_restore_refuses_nan_on_request_and_changes_nothing(models: Callable[..., Any], tmp_path: Path) -> None:
+    engine = models()
+    say(engine, 4, PROMPT)
+    good = kvsnap.capture(engine)
+    bad = good.layers[1].tensors[1]
+    values = bad.array.copy()
+    values[0, 2, 3] = np.inf
+    layer = replace(good.layers[1], tensors=(good.layers[1].tensors[0], Tensor(bad.spec, values)))
+    kvsnap.save(replace(good, layers=(good.layers[0], layer, *good.layers[2:])), tmp_path / "a")
+    with pytest.raises(FormatError, match=r"layer 1: .* 0 NaN and 1 infinite values, first in row 2"):
+        kvsnap.restore(kvsnap.load(tmp_path / "a"), engine, non_finite="refuse")
+    assert same(kvsnap.capture(engine), good) == []
+    kvsnap.restore(good, engine, non_finite="refuse")
+    kvsnap.restore(kvsnap.load(tmp_path / "a"), engine)  # what was saved is what comes back
+    assert np.isinf(kvsnap.capture(engine).layers[1].tensors[1].array[0, 2, 3])
 
 
 # -- names and neighbours -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 
 import kvsnap
-from kvsnap import files
-from kvsnap.errors import ConflictError, InputError
+from kvsnap import files, verify
+from kvsnap.errors import ConflictError, DamagedError, FormatError, InputError
+from kvsnap.formats import native
 from kvsnap.formats.native import read
+from kvsnap.formats.native.journal import Journal
 from kvsnap.session import Session
 from synthetic import same, snapshot
 
@@ -88,7 +91,8 @@ def test_an_interrupt_during_a_sync_leaves_the_session_usable(tmp_path: Path, mo
             with pytest.raises(KeyboardInterrupt):
                 session.append(turn(5))
             monkeypatch.setattr(os, "fdatasync", real)
-            assert session.tokens == IDS[:3]
+            # From its commit on readers may have seen the turn, so it is not taken back.
+            assert session.tokens == (IDS[:3] if which == 1 else IDS[:5]) == native.load(path).tokens
             session.append(turn(6))
             assert session.load().tokens == IDS[:6]
         assert kvsnap.verify(path).ok
@@ -196,3 +200,45 @@ def test_a_session_opened_for_reading_says_so_first(tmp_path: Path) -> None:
         session.append(turn(3))
     with Session.open(tmp_path / "a.kvsnap", readonly=True) as session, pytest.raises(InputError, match="reading"):
         session.append(snapshot((9, 9, 9, 9)))
+
+
+def test_without_locks_a_second_writer_is_a_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(files.system.fcntl, "flock", no_locks)
+    path = tmp_path / "s.kvsnap"
+    with Session.open(path) as one, Session.open(path) as other:
+        one.append(snapshot((1, 2, 3)))
+        with pytest.raises(ConflictError, match="changed since it was opened"):
+            other.append(snapshot((7, 8)))
+        assert native.load(path).tokens == (1, 2, 3)
+        one.append(snapshot((1, 2, 3, 4)))
+    assert verify(path).ok
+    with Session.open(path) as again:
+        assert again.tokens == (1, 2, 3, 4)
+
+
+def test_without_locks_two_writers_at_the_same_instant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "no locks")
+
+    monkeypatch.setattr(files.system.fcntl, "flock", no_locks)
+    path = tmp_path / "s.kvsnap"
+    with Session.open(path) as one, Session.open(path) as other:
+        checked = Journal._writer
+
+        def meanwhile(journal: Journal, appender: files.Appender) -> Any:
+            monkeypatch.setattr(Journal, "_writer", checked)
+            writer = checked(journal, appender)
+            other.append(snapshot(tuple(range(40))))  # between our look at the end and our first byte
+            return writer
+
+        monkeypatch.setattr(Journal, "_writer", meanwhile)
+        with pytest.raises(ConflictError, match="another writer"):
+            one.append(snapshot((1, 2, 3)))
+        # Their commit is not cut off. Their rows were written over, which no lock kept us from: found, not handed out.
+        assert path.stat().st_size == other.nbytes
+        assert not verify(path).ok
+        with pytest.raises((DamagedError, FormatError)):
+            native.load(path).layers[0].tensors[0].values()

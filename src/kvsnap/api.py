@@ -6,11 +6,11 @@ import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from kvsnap import sampling
+from kvsnap import inspection, sampling
 from kvsnap.engines.connect import connect
-from kvsnap.errors import ContextError, InputError
+from kvsnap.errors import ContextError, FormatError, InputError
 from kvsnap.filing import LossReport, convert, dumps, inspect, load, loads, save, verify
 from kvsnap.formats import colikv
 from kvsnap.identity import Compatibility, compare
@@ -115,13 +115,16 @@ def restore(
     accept: Sequence[str] = (),
     sampler: Sampler | None = None,
     draft_reserve: int = 0,
+    non_finite: Literal["allow", "refuse"] = "allow",
     progress: Progress | None = None,
 ) -> Restored:
     """Put a snapshot into an engine in place of what it holds; on any error the engine is as before.
 
     Identity is checked first: weights (hashed now), configuration, dtype, tokenizer, adapters. A difference raises
     `CompatibilityError` with the report, unless its field is named in `accept`; then the result is not exact. More
-    tokens than the context raise `ContextError`. `sampler` replaces the saved settings and random state.
+    tokens than the context raise `ContextError`. `sampler` replaces the saved settings and random state. What was saved
+    with NaN or infinite values in it comes back with them; `non_finite="refuse"` looks first, and raises `FormatError`
+    naming layer and tensor.
     """
     if not isinstance(snapshot, Snapshot):
         raise InputError(
@@ -133,6 +136,8 @@ def restore(
     report = check(snapshot, engine, accept=accept, draft_reserve=draft_reserve, progress=progress)
     report.raise_if_refused()
     identified = time.perf_counter()
+    if non_finite == "refuse":
+        _refuse_non_finite(snapshot)
     installed = engine.install(_placed(snapshot, engine), progress, cast="dtype" in accept)
     finished = time.perf_counter()
     if sampler is not None:
@@ -152,6 +157,16 @@ def restore(
         identity_s=identified - started,
         install_s=finished - identified,
     )
+
+
+def _refuse_non_finite(snapshot: Snapshot) -> None:
+    bad = inspection.non_finite(snapshot)
+    if bad:
+        more = f"; and {len(bad) - 4} more tensors" if len(bad) > 4 else ""
+        raise FormatError(
+            f"the cache holds values that are no numbers: {'; '.join(map(str, bad[:4]))}{more}",
+            path=snapshot.source.get("path"),
+        )
 
 
 def _placed(snapshot: Snapshot, engine: Engine) -> Snapshot:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from kvsnap import formats
 from kvsnap.errors import DamagedError, FormatError
@@ -12,7 +16,7 @@ from kvsnap.formats.native.summary import LayerSummary, Stored, Summary, summary
 from kvsnap.layout import Layer, Snapshot
 from kvsnap.protocols import Progress
 
-__all__ = ["LayerSummary", "Stored", "Summary", "summarise", "verify"]
+__all__ = ["LayerSummary", "NonFinite", "Stored", "Summary", "non_finite", "summarise", "verify"]
 
 
 def summarise(path: str | os.PathLike[str]) -> Summary:
@@ -35,6 +39,51 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
         return _foreign_verify(found.load(os.fspath(path), mmap=False), os.fspath(path), found.name, progress)
     with closing(NativeFile.open(path, mapped=False)) as file:
         return verify_file(file, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """Values of one tensor that are no numbers: how many are NaN, how many infinite, and the first row with one."""
+
+    layer: int
+    tensor: str
+    nan: int
+    infinite: int
+    row: int
+
+    def __str__(self) -> str:
+        where = f"layer {self.layer}" if self.layer >= 0 else "logits"
+        return f"{where}: {self.tensor} has {self.nan} NaN and {self.infinite} infinite values, first in row {self.row}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def non_finite(snapshot: Snapshot, progress: Progress | None = None) -> tuple[NonFinite, ...]:
+    """Count NaN and infinite values of the used rows, tensor by tensor; those without any are left out.
+
+    Reads every tensor, one at a time, and so checks every byte. Integers have no such values.
+    """
+    found = []
+    tensors = [*snapshot.tensors(), *([snapshot.logits] if snapshot.logits else [])]
+    done, total = 0, max(1, sum(t.nbytes for t in tensors))
+    for tensor in tensors:
+        values = tensor.values()
+        done += tensor.nbytes
+        if progress is not None:
+            progress(done, total)
+        if values.dtype.kind in "biu":
+            continue
+        bad = ~np.isfinite(values)
+        if not bad.any():
+            continue
+        nan, axis, row = int(np.isnan(values).sum()), tensor.spec.row_axis, 0
+        if axis >= 0:
+            others = tuple(i for i in range(bad.ndim) if i != axis)
+            row = tensor.start + int(np.argmax(bad.any(axis=others)))
+        found.append(NonFinite(tensor.spec.layer, tensor.name, nan, int(bad.sum()) - nan, row))
+    return tuple(found)
 
 
 def _layer_summary(layer: Layer) -> LayerSummary:

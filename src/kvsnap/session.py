@@ -17,9 +17,11 @@ from kvsnap.errors import ConflictError, InputError
 from kvsnap.files import Appender, Reader, write_whole
 from kvsnap.formats.native.base import Base
 from kvsnap.formats.native.copy import CompactReport, CopyReport, check_alone, copy_session, replace_compacted
+from kvsnap.formats.native.fork import at_commit
 from kvsnap.formats.native.journal import Journal, Published, empty_file
 from kvsnap.formats.native.live import cut_live
 from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.schema import Geometry
 from kvsnap.formats.native.tables import (
     Commit,
     Entry,
@@ -195,7 +197,8 @@ class Session(_Counts):
 
         `snapshot` may be partial (`capture(start=session.n_rows)`). `complete=False` marks a turn that was cut off.
         Raise `InputError` when it does not continue the session (other tokens, or behind it: truncate first),
-        `CompatibilityError` when it is of another model. On any error the session is as before.
+        `CompatibilityError` when it is of another model. On any error the session is as before; only an interrupt that
+        comes during the very last sync finds the turn published.
         """
         with self._turns:
             return self._append(snapshot, complete, codec, progress)
@@ -302,11 +305,34 @@ class Session(_Counts):
         footer = self._now.footer
         return NativeFile(Reader(self.path), mapped=False, at=(footer.commit_offset, footer.digest))
 
-    def _rewrite(self, commit: Commit, entries: tuple[Entry, ...], base: Base | None) -> None:
+    def rewind(self, commit: int) -> int:
+        """Go to the state after an earlier commit, as a commit of its own; return the number of tokens then.
+
+        So a truncate or a reset is undone, for as long as the file was not compacted. Raise `MissingError` for a commit
+        that the session does not have, `DamagedError` when the way there or its state is damaged.
+        """
+        with self._turns:
+            self._journal.check_writable()
+            with closing(self._file()) as file:
+                then = at_commit(file, commit)
+                then.state()  # what is damaged must not become the current state
+                base, entries, geometry, identity = then.base, then.entries, then.geometry, then.identity
+                made = replace(then.commit, operation=Operation.REWIND)
+            self._rewrite(made, entries, base, geometry, identity)
+            return made.n_tokens
+
+    def _rewrite(
+        self,
+        commit: Commit,
+        entries: tuple[Entry, ...],
+        base: Base | None,
+        geometry: Geometry | None = None,
+        identity: Identity | None = None,
+    ) -> None:
         same = sum(1 for a, b in zip(self._now.entries, entries, strict=False) if a == b)
         with self._journal.writing() as writer:
             self._tokens = self._text = None
-            self._journal.publish(writer, commit, entries, kept=same, base=base)
+            self._journal.publish(writer, commit, entries, kept=same, base=base, geometry=geometry, identity=identity)
 
     def close(self) -> None:
         """Close the file and give up the lock."""
@@ -320,16 +346,15 @@ class Session(_Counts):
     ) -> None:
         self.close()
 
-    # -- inside -------------------------------------------------------------------------------------------
-
     def _new_text(self, snapshot: Snapshot) -> tuple[int | None, str] | None:
-        """Return what is new of the text, and how many characters of the old one it follows (None: all)."""
-        if snapshot.text is None:
-            return None
-        before = "" if not self.n_tokens else self._history()[1]
-        if before is None:
-            return 0, snapshot.text
-        # The last character may have been half of one before: its missing bytes change it.
-        pairs = enumerate(zip(before, snapshot.text, strict=False))
-        kept = next((i for i, (a, b) in pairs if a != b), min(len(before), len(snapshot.text)))
-        return (None if kept == len(before) else kept), snapshot.text[kept:]
+        return None if snapshot.text is None else new_text(self._history()[1] if self.n_tokens else "", snapshot.text)
+
+
+def new_text(before: str | None, text: str) -> tuple[int | None, str]:
+    """Return what is new of a text, and how many characters of the one before it follows (None: all)."""
+    if before is None:
+        return 0, text
+    # The last character may have been half of one before: its missing bytes change it.
+    pairs = enumerate(zip(before, text, strict=False))
+    kept = next((i for i, (a, b) in pairs if a != b), min(len(before), len(text)))
+    return (None if kept == len(before) else kept), text[kept:]

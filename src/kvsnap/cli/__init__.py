@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 import kvsnap
-from kvsnap.cli import _convert, _files, _run, _sessions
+from kvsnap.cli import _convert, _copies, _files, _run, _sessions
 from kvsnap.cli._model import RefusedModelError
 from kvsnap.cli._output import CheckFailed, examples
 from kvsnap.cli._turn import INTERRUPTED, interruption
@@ -48,7 +48,7 @@ def root() -> None:
     """
 
 
-for _command in (*_run.COMMANDS, *_files.COMMANDS, *_sessions.COMMANDS, *_convert.COMMANDS, demo):
+for _command in (*_run.COMMANDS, *_files.COMMANDS, *_sessions.COMMANDS, *_copies.COMMANDS, *_convert.COMMANDS, demo):
     root.add_command(_command)
 
 

@@ -8,7 +8,7 @@ import stat
 from kvsnap import inspect
 from kvsnap.errors import InputError, KvsnapError, MissingError, StorageError
 
-__all__ = ["check_apart", "check_session", "check_target"]
+__all__ = ["check_apart", "check_new", "check_session", "check_target"]
 
 
 def check_target(path: str, *, overwrite: bool = True, option: str = "--save") -> None:
@@ -50,6 +50,13 @@ def _check_place(path: str, option: str) -> None:
         raise InputError("a regular file is needed, this is a link or a device", path=path)
     if not os.access(directory, os.W_OK | os.X_OK):
         raise StorageError("no permission to write in this directory", path=directory)
+
+
+def check_new(path: str) -> None:
+    """Raise as `check_target` does, and `InputError` when there is anything of this name."""
+    _check_place(path, "NEW")
+    if os.path.lexists(path):
+        raise InputError("there is a file of this name: use another name", path=path)
 
 
 def check_session(path: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 import kvsnap
+from kvsnap import inspection
 from kvsnap.cli._model import (
     ChosenModel,
     choose_model,
@@ -177,6 +178,7 @@ def generate(
 @click.option("--append", is_flag=True, help="Append the new turn to FILE, which is a session.")
 @_codec
 @_accept
+@click.option("--refuse-non-finite", "refuse", is_flag=True, help="Restore nothing that holds NaN or infinite values.")
 @_max_tokens
 @model_options
 @sampler_options
@@ -188,8 +190,8 @@ def generate(
 )
 def resume(
     file: str, prompt: str | None, prompt_file: str | None, prompt_ids: str | None, chat: bool, save: str | None,
-    overwrite: bool, append: bool, codec: str | None, accept: tuple[str, ...], max_tokens: int, model: str | None,
-    dtype: str | None, attention: str | None, sampler: dict[str, Any], as_json: bool,
+    overwrite: bool, append: bool, codec: str | None, accept: tuple[str, ...], refuse: bool, max_tokens: int,
+    model: str | None, dtype: str | None, attention: str | None, sampler: dict[str, Any], as_json: bool,
 ) -> None:  # fmt: skip
     """Go on from the last token of FILE, a snapshot or a session, without evaluating its history again.
 
@@ -217,7 +219,8 @@ def resume(
         chosen = opened.enter_context(refusing(choose_model(model, snapshot.metadata)))
         warnings = _warned(sampler, _settings_of(snapshot))
         engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
-        back = restored(snapshot, engine, accept, sampler_state(snapshot.sampler, sampler))
+        back = restored(snapshot, engine, accept, sampler_state(snapshot.sampler, sampler),
+                        non_finite="refuse" if refuse else "allow")  # fmt: skip
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings,
                     metadata={**snapshot.metadata, "model": chosen.recorded})  # fmt: skip
         turn.run(_ids_of(engine, given, chat=chat), None)
@@ -237,7 +240,7 @@ def resume(
 def check(
     file: str, accept: tuple[str, ...], model: str | None, dtype: str | None, attention: str | None, as_json: bool
 ) -> None:
-    """Compare FILE with a model, field by field, without restoring anything.
+    """Compare FILE with a model, field by field, without restoring anything; count NaN and infinite values.
 
     Exit code 0 when `kvsnap resume` would go ahead, 7 when it would refuse the model, 8 when the context is too small,
     or full, so that no token could be generated.
@@ -247,12 +250,16 @@ def check(
     engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
     with progress("hashing the weights") as report:
         found = kvsnap.check(snapshot, engine, accept=accept, progress=report)
+    with progress("reading the values") as report:
+        bad = inspection.non_finite(snapshot, report)
     room = None if found.limit is None else max(0, found.limit - found.needed)
     if as_json:
         emit({"path": file, "model": chosen.name, "model_was": chosen.why, **found.to_dict(), "room": room,
-              "ok": found.ok and room != 0})  # fmt: skip
+              "non_finite": [b.to_dict() for b in bad], "ok": found.ok and room != 0})  # fmt: skip
     else:
         _show_check(found, chosen, room)
+        for b in bad:
+            print(f"warning: {b}")
     if found.refusals:
         raise CheckFailed(CompatibilityError.exit_code)
     if room == 0:

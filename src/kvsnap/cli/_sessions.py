@@ -1,4 +1,4 @@
-"""Commands on sessions, none of which needs a model: log, truncate, reset."""
+"""Commands on sessions, none of which needs a model: log, truncate, reset, rewind."""
 
 from __future__ import annotations
 
@@ -106,9 +106,10 @@ class _Counting(click.Command):
 def truncate(file: str, n_tokens: int, output: str | None, overwrite: bool, as_json: bool) -> None:
     """Go back to the first N tokens of a session.
 
-    The cut is one more commit: the turns behind it stay in the file and in `kvsnap log`, but kvsnap cannot go forward
-    again to them yet. At the end of an earlier turn its logits and random state come back too. A sealed snapshot is
-    never changed: with -o its first N tokens are written as a new one (of a session, too, which then stays as it is).
+    The cut is one more commit: the turns behind it stay in the file and in `kvsnap log`, and `kvsnap rewind` or
+    `kvsnap fork --commit` reaches them again, until the file is compacted. At the end of an earlier turn its logits and
+    random state come back too. A sealed snapshot is never changed: with -o its first N tokens are written as a new one
+    (of a session, too, which then stays as it is).
     """
     if n_tokens < 0:
         raise InputError("N is the number of tokens to keep", expected="0 or more", found=n_tokens)
@@ -135,13 +136,34 @@ def truncate(file: str, n_tokens: int, output: str | None, overwrite: bool, as_j
 def reset(file: str, as_json: bool) -> None:
     """Go back to the empty history of a session.
 
-    The turns before stay in the file and in `kvsnap log`, but kvsnap cannot go forward again to them yet.
+    The turns before stay in the file and in `kvsnap log`, and `kvsnap rewind` reaches them again, until the file is
+    compacted.
     """
     _refuse_sealed(file, "delete the file instead")
     with Session.open(file, create=False) as session:
         before, length = session.n_tokens, session.nbytes
         session.reset()
         _say_cut(file, before, 0, session.nbytes - length, as_json=as_json)
+
+
+@click.command()
+@click.argument("file")
+@click.argument("commit", metavar="COMMIT", type=click.IntRange(min=1))
+@json_option
+@examples(
+    "kvsnap log chat.kvsnap             # which commits there are",
+    "kvsnap rewind chat.kvsnap 7        # the state after commit 7 is the current one",
+)
+def rewind(file: str, commit: int, as_json: bool) -> None:
+    """Go to the state after an earlier commit: undoes a truncate, a reset or a turn.
+
+    It is one more commit: the others stay in the file, and you can go back to them in the same way.
+    """
+    _refuse_sealed(file, "it has one commit only")
+    with Session.open(file, create=False) as session:
+        before, length = session.n_tokens, session.nbytes
+        left = session.rewind(commit)
+        _say_cut(file, before, left, session.nbytes - length, as_json=as_json)
 
 
 def _refuse_sealed(file: str, hint: str) -> None:
@@ -156,4 +178,4 @@ def _say_cut(path: str, before: int, after: int, written: int, *, as_json: bool)
         print(f"{path}: {before:,} -> {count(after, 'token')}, {size(written)} written")
 
 
-COMMANDS = (log, truncate, reset)
+COMMANDS = (log, truncate, reset, rewind)

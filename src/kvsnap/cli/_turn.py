@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import kvsnap
 from kvsnap.api import Restored
@@ -58,7 +58,12 @@ def _has_tokenizer(engine: Engine) -> bool:
 
 
 def restored(
-    snapshot: Snapshot, engine: Engine, accept: Sequence[str], sampler: SamplerState | None
+    snapshot: Snapshot,
+    engine: Engine,
+    accept: Sequence[str],
+    sampler: SamplerState | None,
+    *,
+    non_finite: Literal["allow", "refuse"] = "allow",
 ) -> Restored | None:
     """Restore a snapshot with a progress bar; None when it holds no tokens (then there is nothing to restore)."""
     if not snapshot.tokens:
@@ -66,7 +71,7 @@ def restored(
             engine.sampler = sampler
         return None
     with progress("restoring") as report:
-        done = kvsnap.restore(snapshot, engine, accept=accept, progress=report)
+        done = kvsnap.restore(snapshot, engine, accept=accept, non_finite=non_finite, progress=report)
     if sampler is not None:
         engine.sampler = sampler
     return done

@@ -320,7 +320,10 @@ def truncate(fd: int, path: str, length: int) -> None:
 
 
 def lock(fd: int, path: str) -> None:
-    """Take the exclusive lock of an open file without waiting; it goes when the descriptor is closed."""
+    """Take the exclusive lock of an open file without waiting; it goes when the descriptor is closed.
+
+    Where the file system has no locks nothing is taken: two writers then meet at the check of the end of the file.
+    """
     try:
         if sys.platform == "win32":
             os.lseek(fd, 1 << 62, os.SEEK_SET)  # locks are mandatory there, so lock a byte that is never read
@@ -333,7 +336,8 @@ def lock(fd: int, path: str) -> None:
                 "this file is open for writing elsewhere (another process, or another session object); try again",
                 path=path,
             ) from error
-        raise translate(error, path, "lock") from error
+        if error.errno not in {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}:
+            raise translate(error, path, "lock") from error
 
 
 def hold(fd: int) -> None:

@@ -66,6 +66,7 @@ class Journal:
         self.now = published(file)
         self.dropped = file.end.dropped
         self._process = os.getpid()
+        self._shared = False  # somebody else writes here: what stands behind our end is not ours to cut off
 
     def _writable(self) -> Appender:
         if self.appender is None:
@@ -96,7 +97,7 @@ class Journal:
             undo.pop_all()
 
     def _cut_back(self, appender: Appender) -> None:
-        if not appender.poisoned:
+        if not appender.poisoned and not self._shared:
             with suppress(StorageError):  # the error that brought us here is the one to tell
                 appender.truncate(self.now.footer.file_length)
                 appender.sync()  # else a later crash could mix what is cut off here with what is written there next
@@ -161,10 +162,17 @@ class Journal:
         )  # fmt: skip
         appender = self._writable()
         appender.sync()
+        if appender.size() != writer.offset or not appender.is_named:  # only where the file system has no locks
+            self._shared = True
+            raise ConflictError(
+                "another writer was here at the same time", path=self.path, expected=f"{writer.offset} bytes",
+                found=f"{appender.size()} bytes",
+            )  # fmt: skip
         footer = writer.commit(commit)
-        appender.sync()
-        # One assignment, so that an interrupt finds the old state or the new one.
+        # One assignment, so that an interrupt finds the old state or the new one. Before the sync: readers see the
+        # commit from here on, and may fork it, so that it is not taken back any more.
         self.now = Published(commit, footer, entries, base, geometry or now.geometry, identity or now.identity)
+        appender.sync()
         return footer.file_length - now.footer.file_length
 
     def close(self) -> None:

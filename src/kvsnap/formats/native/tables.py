@@ -43,7 +43,7 @@ MAX_POSITION = 2**62
 class Operation:
     """What a commit did, section 11. Numbers on disk: append-only."""
 
-    APPEND, TRUNCATE, RESET, FORK, SEAL = 1, 2, 3, 4, 5
+    APPEND, TRUNCATE, RESET, FORK, SEAL, REWIND = 1, 2, 3, 4, 5, 6
 
 
 OPERATION_NAMES = {value: name.lower() for name, value in vars(Operation).items() if name.isupper()}

@@ -1,0 +1,67 @@
+"""Commands that write a session anew: fork, compact."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import click
+
+from kvsnap.cli._output import count, emit, examples, json_option, progress, remark, size
+from kvsnap.cli._paths import check_new
+from kvsnap.formats.native.copy import copy_session
+from kvsnap.formats.native.read import NativeFile
+from kvsnap.session import Session
+
+__all__ = ["COMMANDS"]
+
+
+@click.command()
+@click.argument("file")
+@click.argument("new")
+@click.option("--at", "n_tokens", metavar="N", type=click.IntRange(min=0), help="Keep the first N tokens only.")
+@click.option("--commit", metavar="K", type=click.IntRange(min=1), help="Start from commit K (see `kvsnap log`).")
+@json_option
+@examples(
+    "kvsnap fork chat.kvsnap idea.kvsnap",
+    "kvsnap fork chat.kvsnap before.kvsnap --at 1200",
+    "kvsnap fork chat.kvsnap undone.kvsnap --commit 7    # also what was cut off since",
+)
+def fork(file: str, new: str, n_tokens: int | None, commit: int | None, as_json: bool) -> None:
+    """Make a second session that starts with the history of FILE and then goes its own way.
+
+    Between files the history is copied, part by part as it is stored, each byte checked.
+    """
+    check_new(new)
+    with closing(NativeFile.open(file, mapped=False)) as opened, progress("copying") as report:
+        made = copy_session(opened, new, n_tokens=n_tokens, commit=commit, progress=report)
+    for note in made.notes:
+        remark(f"note: {note}")
+    if as_json:
+        emit(made.to_dict())
+    else:
+        print(f"{new}: {count(made.n_tokens, 'token')} in {count(made.n_turns, 'turn')}, {size(made.nbytes)} written")
+
+
+@click.command()
+@click.argument("file")
+@json_option
+@examples(
+    "kvsnap compact chat.kvsnap",
+)
+def compact(file: str, as_json: bool) -> None:
+    """Write a session anew without what its history no longer needs.
+
+    What was cut off by truncate or reset is gone afterwards, with its text and tokens; parts that stay are copied as
+    they are stored, each byte checked. The new file takes the name of the old one when it is whole and on disk.
+    """
+    with Session.open(file, create=False) as session, progress("compacting") as report:
+        made = session.compact(progress=report)
+    for note in made.notes:
+        remark(f"note: {note}")
+    if as_json:
+        emit(made.to_dict())
+        return
+    print(f"{file}: {size(made.nbytes_before)} -> {size(made.nbytes)}, {count(made.n_turns, 'turn')}")
+
+
+COMMANDS = (fork, compact)
