@@ -10,6 +10,7 @@ import click
 import numpy as np
 
 import kvsnap
+from kvsnap.cli._names import library_option, named, no_name
 from kvsnap.cli._output import (
     CheckFailed,
     count,
@@ -38,7 +39,8 @@ QUOTE = '"'
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", callback=named)
+@library_option
 @json_option
 @examples(
     "kvsnap info chat.kvsnap",
@@ -124,11 +126,12 @@ def _sampler_text(s: Summary) -> str:
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", callback=named)
 @click.option("--tokens", "as_tokens", is_flag=True, help="Print token ids, one line for each run.")
 @click.option("--prompt-only", is_flag=True, help="Only what was given.")
 @click.option("--generated-only", is_flag=True, help="Only what the model said.")
 @click.option("--model", metavar="NAME", help="Model whose tokenizer makes text of the ids.")
+@library_option
 @json_option
 @examples(
     "kvsnap cat chat.kvsnap",
@@ -183,10 +186,17 @@ def _text(
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", callback=named)
 @click.argument("layer", type=int)
 @click.argument("head_", metavar="HEAD", type=int)
-@click.option("-o", "--output", metavar="PATH", help="Write x.npz (k, v, positions), or x.npy as x.k.npy and x.v.npy.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="PATH",
+    callback=no_name,
+    help="Write x.npz (k, v, positions), or x.npy as x.k.npy and x.v.npy.",
+)
+@library_option
 @json_option
 @examples(
     "kvsnap head chat.kvsnap 0 2",
@@ -250,7 +260,8 @@ def _export(found: Head, output: str) -> list[str]:
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", callback=named)
+@library_option
 @json_option
 @examples(
     "kvsnap verify *.kvsnap",

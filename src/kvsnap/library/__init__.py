@@ -95,7 +95,7 @@ class Library(Shelf):
             with self._place.locked():
                 view = self._names()
                 if create and name not in view.pointers and name not in view.bad_names:
-                    self._check_free(name)
+                    self.check_new(name)
                     self._place.write_pointer(name, Pointer(making.empty_session(self._place)))
                     view = self._names()
                 session = self._opened(self._known(view, name).file_id, readonly=False)
@@ -130,20 +130,22 @@ class Library(Shelf):
         """
         check_name(name)
         with self._place.locked():
-            self._check_free(name)
+            self.check_new(name)
         with making.added_file(self._place, os.fspath(path), progress) as make, self._place.locked():
             return self._made(name, make)
 
     def _made(self, name: str, make: Callable[[], str]) -> Entry:
         """Make a file and give it a name that is free; return its entry. Under the lock."""
-        self._check_free(name)
+        self.check_new(name)
         file_id = make()
         self._place.write_pointer(name, Pointer(file_id))
         self._touch(file_id)
         self._enforce(None, keep=file_id)
         return next(entry for entry in self.list() if entry.name == name)
 
-    def _check_free(self, name: str) -> None:
+    def check_new(self, name: str) -> None:
+        """Raise `InputError` unless a new session may have this name: it is legal, free, and like no other."""
+        check_name(name)
         view = self._names()
         check_free(name, [*view.pointers, *view.bad_names])
 

@@ -82,6 +82,13 @@ class LibrarySession(Session):
             super().reset()
             self._committed()
 
+    def rewind(self, commit: int) -> int:
+        """Go to the state after an earlier commit as `Session.rewind` does."""
+        with self._turns:
+            left = super().rewind(commit)
+            self._committed()
+        return left
+
     def fork(  # type: ignore[override] # in a library a fork has a name and copies nothing
         self, name: str, *, n_tokens: int | None = None, commit: int | None = None
     ) -> Entry:

@@ -109,6 +109,10 @@ class Shelf:
         check_name(name)
         return self._place.session(self._known(self._names(), name).file_id)
 
+    def __contains__(self, name: object) -> bool:
+        view = self._names()
+        return name in view.pointers or name in view.bad_names
+
     def name_of(self, file_id: str) -> str:
         """Return a name that means this file. Raise `MissingError` when there is none."""
         names = self._names().names.get(file_id)
