@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -95,10 +95,12 @@ class Library(Shelf):
             with self._place.locked():
                 view = self._names()
                 if create and name not in view.pointers and name not in view.bad_names:
-                    self.check_new(name)
-                    self._place.write_pointer(name, Pointer(making.empty_session(self._place)))
-                    view = self._names()
-                session = self._opened(self._known(view, name).file_id, readonly=False)
+                    _check_free(name, view)
+                    file_id = making.empty_session(self._place)
+                    self._place.write_pointer(name, Pointer(file_id))
+                else:
+                    file_id = self._known(view, name).file_id
+                session = self._opened(file_id, readonly=False)
         session.keep(self, name)
         self._touch(session.file_id)
         return session
@@ -119,8 +121,10 @@ class Library(Shelf):
         check_name(name)
         check_name(new)
         with self._place.locked():
-            file_id = self._known(self._names(), name).file_id
-            return self._made(new, lambda: making.fork_session(self._place, file_id, n_tokens=n_tokens, commit=commit))
+            view = self._names()
+            file_id = self._known(view, name).file_id
+            _check_free(new, view)
+            return self._made(new, making.fork_session(self._place, file_id, n_tokens=n_tokens, commit=commit))
 
     def add(self, path: str | os.PathLike[str], name: str, *, progress: Progress | None = None) -> Entry:
         """Copy a file into the library as session `name`; return its entry. Any format that kvsnap reads is taken.
@@ -131,23 +135,21 @@ class Library(Shelf):
         check_name(name)
         with self._place.locked():
             self.check_new(name)
-        with making.added_file(self._place, os.fspath(path), progress) as make, self._place.locked():
-            return self._made(name, make)
+        with making.added_file(self._place, os.fspath(path), progress) as name_it, self._place.locked():
+            self.check_new(name)  # the copy may have taken long
+            return self._made(name, name_it())
 
-    def _made(self, name: str, make: Callable[[], str]) -> Entry:
-        """Make a file and give it a name that is free; return its entry. Under the lock."""
-        self.check_new(name)
-        file_id = make()
+    def _made(self, name: str, file_id: str) -> Entry:
+        """Give a file that was just made a name, which is free; return its entry. Under the lock."""
         self._place.write_pointer(name, Pointer(file_id))
         self._touch(file_id)
         self._enforce(None, keep=file_id)
-        return next(entry for entry in self.list() if entry.name == name)
+        return self._look(lambda view: searching.entry(self._place, self._catalogue, view, name))
 
     def check_new(self, name: str) -> None:
         """Raise `InputError` unless a new session may have this name: it is legal, free, and like no other."""
         check_name(name)
-        view = self._names()
-        check_free(name, [*view.pointers, *view.bad_names])
+        _check_free(name, self._names())
 
     def compact(self, name: str, *, progress: Progress | None = None) -> CompactReport:
         """Write a session anew without what its history no longer needs; it gets a new file, and keeps its names.
@@ -286,6 +288,10 @@ class Library(Shelf):
     def _forget(self, file_ids: Sequence[str]) -> None:
         with suppress(CatalogueLost):
             self._catalogue.drop_uses(list(file_ids))
+
+
+def _check_free(name: str, view: View) -> None:
+    check_free(name, [*view.pointers, *view.bad_names])
 
 
 def _checked_limit(max_bytes: int) -> int:

@@ -85,6 +85,9 @@ class Catalogue:
         self._process = os.getpid()
         self._lost = 0
         self._left: list[sqlite3.Connection] = []
+        self._changes = 0
+        self._identities: dict[bytes, str] = {}
+        self._rows: tuple[tuple[sqlite3.Connection, int, int], Mapping[str, Row]] | None = None
         self.notes: list[str] = []
         self._db = self._open()
 
@@ -180,9 +183,18 @@ class Catalogue:
 
     # -- files --------------------------------------------------------------------------------------------
 
-    def rows(self) -> dict[str, Row]:
+    def rows(self) -> Mapping[str, Row]:
         """Return everything known of each file, by file id, but the histories."""
-        return self._do(lambda db: {r[1]: _row(r) for r in db.execute(f"SELECT {_COLUMNS} FROM files")})  # noqa: S608
+
+        def work(db: sqlite3.Connection) -> Mapping[str, Row]:
+            # Changes of other connections are counted by sqlite, those of this one here.
+            moment = (db, db.execute("PRAGMA data_version").fetchone()[0], self._changes)
+            if self._rows is None or self._rows[0] != moment:
+                made = {r[1]: _row(r) for r in db.execute(f"SELECT {_COLUMNS} FROM files")}  # noqa: S608
+                self._rows = moment, made
+            return self._rows[1]
+
+        return self._do(work)
 
     def update(self, changed: Mapping[str, tuple[tuple[int, ...], Facts]], gone: list[str]) -> None:
         """Note what changed files hold, and forget those that are gone (their last use is kept)."""
@@ -195,13 +207,21 @@ class Catalogue:
                     _forget(db, file_id)
                 for file_id, (stamp, facts) in changed.items():
                     _put(db, file_id, stamp, facts)
+            self._changes += 1
 
         self._do(work)
 
     def identity(self, digest: bytes) -> str:
         """Return an identity as JSON; an empty object for one that is not known."""
-        found = self._do(lambda db: db.execute("SELECT json FROM identities WHERE digest = ?", (digest,)).fetchone())
-        return str(found[0]) if found else "{}"
+        if digest not in self._identities:
+            found = self._do(
+                lambda db: db.execute("SELECT json FROM identities WHERE digest = ?", (digest,)).fetchone()
+            )
+            text = str(found[0]) if found else "{}"
+            if xxhash.xxh3_128_digest(text.encode()) != digest:
+                return text
+            self._identities[digest] = text
+        return self._identities[digest]
 
     def uses(self) -> dict[str, int]:
         """Return the time of last use by file id, in nanoseconds since 1970-01-01 UTC."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable
+from functools import lru_cache
 
 from kvsnap.errors import InputError
 
@@ -45,27 +46,36 @@ def check_name(name: str) -> str:
     given: object = name
     if not isinstance(given, str):
         raise InputError("a name of a session is a text", found=type(given).__name__)
+    why = _why_refused(given)
+    if why:
+        raise InputError(f"not a name for a session: {why}", found=ascii(name))
+    return name
+
+
+@lru_cache(maxsize=4096)
+def _why_refused(name: str) -> str:
+    """Return what is wrong with a name, or nothing."""
     if not name:
-        raise InputError("a name of a session is not empty")
+        return "it is empty"
     for place, letter in enumerate(name):
         wrong = _wrong(letter)
         if wrong:
-            raise _refused(name, f"{wrong} (U+{ord(letter):04X}) at character {place}")
+            return f"{wrong} (U+{ord(letter):04X}) at character {place}"
     plain = unicodedata.normalize("NFKC", name)
     if unicodedata.normalize("NFC", name) != name:
-        raise _refused(name, "it is not composed (Unicode NFC); the composed form may be used")
+        return "it is not composed (Unicode NFC); the composed form may be used"
     if len(name.encode()) > MAX_BYTES:
-        raise _refused(name, f"it is too long: {len(name.encode())} bytes of UTF-8, at most {MAX_BYTES}")
+        return f"it is too long: {len(name.encode())} bytes of UTF-8, at most {MAX_BYTES}"
     for form in (name, plain):
         if form[0] in "-@":
-            raise _refused(name, f"it starts with {form[0]}")
+            return f"it starts with {form[0]}"
         if form[0] in " ." or form[-1] in " .":
-            raise _refused(name, "it starts or ends with a blank or a dot")
+            return "it starts or ends with a blank or a dot"
     if unicodedata.category(name[0]).startswith("M"):
-        raise _refused(name, "it starts with a combining mark")
+        return "it starts with a combining mark"
     if plain.split(".", 1)[0].rstrip(" ").casefold() in _RESERVED:
-        raise _refused(name, "it names a device on Windows")
-    return name
+        return "it names a device on Windows"
+    return ""
 
 
 def _wrong(letter: str) -> str:
@@ -86,10 +96,7 @@ def _wrong(letter: str) -> str:
     return ""
 
 
-def _refused(name: str, why: str) -> InputError:
-    return InputError(f"not a name for a session: {why}", found=ascii(name))
-
-
+@lru_cache(maxsize=4096)
 def likeness(name: str) -> str:
     """Return what names that look alike have in common: compatibility form without case. "A" and "a" are alike."""
     folded = unicodedata.normalize("NFKC", name).casefold()

@@ -42,6 +42,7 @@ _ID = re.compile(r"([0-9a-f]{32})\.kvsnap")
 _POINTER = re.compile(rb"kvsnap-name 1\nfile ([0-9a-f]{32})\npinned ([01])\n")
 _SMALL = 1 << 16
 _WAIT = 10.0
+_TICK = 100_000_000
 
 
 def session_name(file_id: str) -> str:
@@ -124,6 +125,7 @@ class Place:
         self._gate = threading.RLock()
         self._held: Appender | None = None
         self._depth = 0
+        self._pointers: dict[str, tuple[tuple[int, int, int], Pointer]] = {}
         if not readonly:
             self._make()
         self.settings = self._read_settings()
@@ -284,6 +286,17 @@ class Place:
     def read_pointer(self, name: str) -> Pointer:
         """Read what a name means. Raise `MissingError`, `DamagedError`, `InputError` for a link."""
         return Pointer.parse(self._small(NAMES, name), self.within(NAMES, name))
+
+    def pointer_of(self, seen: Seen) -> Pointer:
+        """Return what a name means as it stands in a listing; read again only when its file changed. Raise as above."""
+        known = self._pointers.get(seen.name)
+        if known is not None and known[0] == seen.stamp:
+            return known[1]
+        pointer = self.read_pointer(seen.name)
+        # Two changes within one tick of the clock may look like none.
+        if time.time_ns() - seen.mtime_ns > _TICK:
+            self._pointers[seen.name] = seen.stamp, pointer
+        return pointer
 
     def write_pointer(self, name: str, pointer: Pointer) -> None:
         """Let a name mean a file, durably, whether or not there was such a name. Under the lock."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -19,7 +20,7 @@ from kvsnap.library.reports import Branch, Entry, Found
 from kvsnap.library.trie import reusable
 from kvsnap.library.view import View
 
-__all__ = ["checked_ids", "differs", "entries", "find", "tree"]
+__all__ = ["checked_ids", "differs", "entries", "entry", "find", "tree"]
 
 _TOP = 2**31
 
@@ -52,33 +53,27 @@ def _summary(identity: Identity | None, digest: bytes) -> str:
 
 
 def entries(place: Place, catalogue: Catalogue, view: View) -> tuple[Entry, ...]:
-    """Return one entry for each name, sorted by name; names whose file in names/ is damaged come as such."""
-    summaries: dict[bytes, str] = {}
-    made = []
-    for name, pointer in view.pointers.items():
-        file_id = pointer.file_id
-        row = view.rows.get(file_id)
-        path = place.session(file_id)
-        if row is None:
-            made.append(Entry(name=name, file_id=file_id, path=path, state=view.state(file_id), pinned=pointer.pinned,
-                              reason="its file is not in sessions/"))  # fmt: skip
-            continue
-        if row.identity not in summaries:
-            summaries[row.identity] = _summary(_parsed(catalogue.identity(row.identity)), row.identity)
-        facts, own = row.facts, view.seen[file_id].size
-        above = sum(view.seen[a].size for a in view.ancestors(file_id))
-        state = view.state(file_id)
-        reason = facts.reason if facts.state != OK else "" if state == OK else "the file of its parent is gone"
-        made.append(
-            Entry(
-                name=name, file_id=file_id, path=path, state=state, reason=reason, n_tokens=facts.n_tokens,
-                n_rows=facts.n_rows, n_commits=facts.n_commits, complete=facts.complete, nbytes=own + above,
-                own_bytes=own, created_ns=facts.created_ns, last_use_ns=view.last_use(file_id), pinned=pointer.pinned,
-                parent=facts.parent, parent_names=tuple(view.names.get(facts.parent, ())),
-                identity=summaries[row.identity],
-            )
-        )  # fmt: skip
-    return tuple(sorted(made, key=lambda e: e.name))
+    """Return one entry for each name, sorted by name, but for names that do not say what they mean."""
+    return tuple(entry(place, catalogue, view, name) for name in sorted(view.pointers))
+
+
+def entry(place: Place, catalogue: Catalogue, view: View, name: str) -> Entry:
+    """Return the entry of one name."""
+    pointer = view.pointers[name]
+    file_id, state = pointer.file_id, view.state(pointer.file_id)
+    made = Entry(name=name, file_id=file_id, path=place.session(file_id), state=state, pinned=pointer.pinned)
+    row = view.rows.get(file_id)
+    if row is None:
+        return replace(made, reason="its file is not in sessions/")
+    facts, own = row.facts, view.seen[file_id].size
+    above = sum(view.seen[a].size for a in view.ancestors(file_id))
+    reason = facts.reason if facts.state != OK else "" if state == OK else "the file of its parent is gone"
+    return replace(
+        made, reason=reason, n_tokens=facts.n_tokens, n_rows=facts.n_rows, n_commits=facts.n_commits,
+        complete=facts.complete, nbytes=own + above, own_bytes=own, created_ns=facts.created_ns,
+        last_use_ns=view.last_use(file_id), parent=facts.parent, parent_names=tuple(view.names.get(facts.parent, ())),
+        identity=_summary(_parsed(catalogue.identity(row.identity)), row.identity),
+    )  # fmt: skip
 
 
 def find(

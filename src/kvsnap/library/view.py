@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvsnap.errors import InputError, KvsnapError, MissingError
@@ -156,14 +156,14 @@ def look(place: Place, catalogue: Catalogue) -> View:
 def _look_at_names(place: Place, view: View) -> None:
     listing = place.listing(NAMES)
     view.bad_names.update(listing.others)
-    for name in sorted(listing.ours):
+    for name, seen in sorted(listing.ours.items()):
         try:
             check_name(name)
         except InputError as error:
             view.bad_names[ascii(name)[1:-1]] = error.message
             continue
         try:
-            view.pointers[name] = pointer = place.read_pointer(name)
+            view.pointers[name] = pointer = place.pointer_of(seen)
         except MissingError:
             continue
         except KvsnapError as error:
@@ -172,7 +172,7 @@ def _look_at_names(place: Place, view: View) -> None:
         view.names.setdefault(pointer.file_id, []).append(name)
 
 
-def _changed(place: Place, view: View, known: dict[str, Row]) -> dict[str, tuple[tuple[int, ...], Facts]]:
+def _changed(place: Place, view: View, known: Mapping[str, Row]) -> dict[str, tuple[tuple[int, ...], Facts]]:
     """Read the files that are not as the catalogue knows them, and what depends on them."""
     changed: dict[str, tuple[tuple[int, ...], Facts]] = {}
 
@@ -196,7 +196,7 @@ def _changed(place: Place, view: View, known: dict[str, Row]) -> dict[str, tuple
     return changed
 
 
-def _was(known: dict[str, Row], file_id: str) -> str:
+def _was(known: Mapping[str, Row], file_id: str) -> str:
     row = known.get(file_id)
     return row.facts.state if row else ""
 
