@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -328,10 +329,11 @@ def test_compacting_keeps_the_old_file_while_a_fork_needs_it(library: Library) -
     add(library, "a", (1, 2, 3, 4))
     library.fork("a", "b", n_tokens=3)
     library.compact("a")
-    library.compact("b")  # a fork becomes a session of its own
+    assert len(os.listdir(Path(library.path) / "sessions")) == 3
+    library.compact("b")  # a fork becomes a session of its own, and nobody needs the old file any more
     assert tokens_of(library, "b") == (1, 2, 3)
-    assert [len(branch.forks) for branch in library.tree()] == [0, 0, 0]
-    assert len(library.collect().removed) == 1
+    assert [len(branch.forks) for branch in library.tree()] == [0, 0]
+    assert library.collect().removed == ()
     assert tokens_of(library, "a") == (1, 2, 3, 4)
     assert len(os.listdir(Path(library.path) / "sessions")) == 2
 
@@ -568,6 +570,24 @@ def test_several_processes_change_the_same_names(tmp_path: Path) -> None:
         report = library.check()
         assert report.ok, [str(f) for f in report.findings]
         assert not [f for f in report.findings if f.kind == "foreign"]
+
+
+def test_several_threads_use_one_library(library: Library) -> None:
+    def work(number: int) -> int:
+        for end in range(2, 12):
+            with library.open(f"s{number}") as session:
+                session.append(snapshot(tuple(range(number, number + end))))
+            found = library.find(tuple(range(number, number + 20)))
+            assert found is not None
+            assert (found.name, found.n_tokens) == (f"s{number}", end)
+            library.fork(f"s{number}", f"f{number}-{end}")
+            library.list()
+        return number
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, (100, 200, 300, 400))) == [100, 200, 300, 400]
+    assert len(library.list()) == 44
+    assert library.check().ok
 
 
 def test_a_child_process_may_go_on_with_the_library_of_its_parent(library: Library) -> None:

@@ -173,6 +173,20 @@ def test_a_library_may_lie_behind_links_and_under_any_name(tmp_path: Path) -> No
         assert library.check().ok
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="names are UTF-8 there")
+def test_a_library_may_lie_where_the_path_cannot_be_decoded(tmp_path: Path) -> None:
+    root = os.fsdecode(os.path.join(os.fsencode(tmp_path), b"caf\xe9 #1?%20"))
+    for readonly in (False, True):
+        with Library(root, readonly=readonly) as library:
+            if not readonly:
+                path = add(library, "a")
+                os.truncate(path, 300)
+                add(library, "b")
+            assert {e.name: e.state for e in library.list()} == {"a": "damaged", "b": "ok"}
+            assert library.find((1, 2)) is not None
+            assert not library._catalogue.notes
+
+
 # -- neighbours --------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +228,9 @@ def test_files_of_other_users_are_left_alone(library: Library) -> None:
     report = library.prune(0)
     assert report.foreign == 1
     assert path.read_bytes() == raw
+    for call in (library.open, library.remove, library.pin, lambda name: library.rename(name, "c")):
+        with pytest.raises(InputError, match="not ours"):
+            call("b")
     assert pointer.exists()
     assert any("another user" in f.what for f in library.check().findings)
 

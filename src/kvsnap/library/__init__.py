@@ -13,7 +13,7 @@ from typing import cast
 
 import platformdirs
 
-from kvsnap.errors import BusyError, InputError, KvsnapError
+from kvsnap.errors import BusyError, DamagedError, InputError, KvsnapError
 from kvsnap.formats.native import NativeFile
 from kvsnap.formats.native.copy import CompactReport
 from kvsnap.identity import Identity
@@ -184,6 +184,9 @@ class Library(Shelf):
                 self._place.write_pointer(name, Pointer(report.file_id, view.pointers[name].pinned))
             if not view.children.get(file_id):
                 self._place.remove_session(file_id)
+                parent = view.facts(file_id).parent
+                view.drop(file_id)
+                evicting.remove_unneeded(self._place, view, parent)
         self._touch(report.file_id)
         return report
 
@@ -213,17 +216,18 @@ class Library(Shelf):
         check_name(name)
         with self._place.locked():
             view = self._names()
-            if name in view.bad_names:  # it says of no file that it means it
+            try:
+                file_id = view.pointer(name, self._place).file_id
+            except DamagedError:  # it does not say of any file that it means it
                 self._place.remove_pointer(name)
                 return ()
-            file_id = view.pointer(name, self._place).file_id
             if file_id in view.rows and self._place.is_busy(file_id):
                 raise BusyError(
                     f"session {name!r} is open for writing; close it first", path=self._place.session(file_id)
                 )
             self._place.remove_pointer(name)
             view.names[file_id].remove(name)
-            removed = tuple(evicting.remove_unneeded(self._place, view, file_id, name))
+            removed = tuple(evicting.remove_unneeded(self._place, view, file_id, (name,)))
         self._forget([e.file_id for e in removed])
         return removed
 

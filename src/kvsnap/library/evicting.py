@@ -62,7 +62,7 @@ def _evict(
     total = view.total
     if total <= max_bytes:
         return evicted
-    kept = _kept(view) | {keep, *view.ancestors(keep)}
+    kept = _kept(view) | {keep}
     queue: list[tuple[bool, bool, int, str]] = []
 
     def offer(file_id: str) -> None:
@@ -92,12 +92,12 @@ def _evict(
 
 
 def _kept(view: View) -> set[str]:
-    """Return the files that no prune may remove: pinned ones with all they need, and those not ours to judge."""
+    """Return the files that no prune may remove: pinned ones, and those not ours to judge.
+
+    What they need stays as well: only files that nobody needs are ever offered.
+    """
     kept = {f for f in view.rows if view.state(f) in (*_BAD, NEWER, UNREADABLE)}
-    for pointer in view.pointers.values():
-        if pointer.pinned:
-            kept.update((pointer.file_id, *view.ancestors(pointer.file_id)))
-    return kept
+    return kept | {pointer.file_id for pointer in view.pointers.values() if pointer.pinned}
 
 
 def _remove(
@@ -164,11 +164,10 @@ def collect(place: Place, view: View, *, dry_run: bool) -> CollectReport:
     )
 
 
-def remove_unneeded(place: Place, view: View, file_id: str, name: str) -> list[Evicted]:
-    """Remove a file that lost this name, and then the files that only it needed, unless a name or a fork needs them."""
+def remove_unneeded(place: Place, view: View, file_id: str, lost: tuple[str, ...] = ()) -> list[Evicted]:
+    """Remove a file that `lost` these names, and then those that only it needed, unless a name or a fork needs them."""
     removed: list[Evicted] = []
     skipped: set[str] = set()
-    lost: tuple[str, ...] = (name,)
     at = file_id
     while at in view.rows and not view.names.get(at) and not view.children.get(at):
         parent = view.facts(at).parent

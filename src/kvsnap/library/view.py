@@ -105,11 +105,12 @@ class View:
             self.children[row.facts.parent].remove(file_id)
 
     def pointer(self, name: str, place: Place) -> Pointer:
-        """Return what a name means. Raise `MissingError`, or the error that its file gives."""
+        """Return what a name means. Raise `MissingError`, `DamagedError`, `InputError` for what is not ours."""
         if name in self.pointers:
             return self.pointers[name]
         if name in self.bad_names:
-            return place.read_pointer(name)
+            place.read_pointer(name)
+            raise InputError(f"this name is not ours: {self.bad_names[name]}", path=place.path, found=ascii(name))
         raise MissingError("there is no session of this name", path=place.path, found=ascii(name))
 
 
