@@ -84,7 +84,7 @@ def test_every_command_explains_itself_with_examples(kv: Call) -> None:
     assert set(root.commands) == {
         "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo",
         "convert", "fork", "compact", "rewind", "ls", "find", "rm", "rename", "pin", "unpin", "prune", "collect",
-        "doctor",
+        "doctor", "repair",
     }  # fmt: skip
     for name, command in root.commands.items():
         shown = kv(name, "--help")
@@ -276,8 +276,13 @@ def not_ours(path: Path) -> None:
     path.write_bytes(b"some other file, long enough to have a header" * 20)
 
 
-COMMANDS = ("info", "cat", "verify", "log", "check", "resume", "sweep", "truncate", "head")
-MORE = {"truncate": ["2", "-o", "new.kvsnap"], "head": ["0", "0"], "sweep": ["--sampler", "greedy"]}
+COMMANDS = ("info", "cat", "verify", "log", "check", "resume", "sweep", "truncate", "head", "repair")
+MORE = {
+    "repair": ["-o", "new.kvsnap"],
+    "truncate": ["2", "-o", "new.kvsnap"],
+    "head": ["0", "0"],
+    "sweep": ["--sampler", "greedy"],
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -485,6 +490,49 @@ def test_verify_says_whole_or_names_what_is_lost(kv: Call, sealed: Path, session
     data = kv("verify", sealed, session, "--json").data
     assert (data["ok"], [f["ok"] for f in data["files"]]) == (False, [False, True])
     assert data["files"][0]["damages"][0]["tensor"] == "layer0.k"
+
+
+def test_repair_says_what_it_kept_and_what_is_lost(kv: Call, session: Path, tmp_path: Path) -> None:
+    before, new = session.read_bytes(), tmp_path / "new.kvsnap"
+    done = kv("repair", session, "-o", new)
+    assert done.code == 0
+    assert "complete" in done.out
+    assert "NOT" not in done.out
+    done = kv("repair", session, "-o", new)
+    assert done.code == 2
+    assert "writes a new one" in done.err
+    raw = bytearray(before)
+    with Session.open(session, readonly=True) as opened:
+        turns, n_tokens = opened.history, opened.n_tokens
+    raw[turns[-1].offset + 70] ^= 1  # the last COMMIT
+    session.write_bytes(raw)
+    done = kv("repair", session, "-o", tmp_path / "less.kvsnap")
+    assert done.code == 1
+    assert "NOT COMPLETE" in done.out
+    assert "lost: " in done.out
+    assert session.read_bytes() == raw
+    data = kv("repair", session, "-o", tmp_path / "again.kvsnap", "--json").data
+    assert data["complete"] is False
+    assert data["n_tokens"] == turns[-2].n_tokens < n_tokens
+    assert data["lost"][0]["live"] is True
+
+
+def test_repair_keeps_ids_when_asked(kv: Call, sealed: Path, tmp_path: Path) -> None:
+    snapshot = kvsnap.load(sealed)
+    k = snapshot.head(0, 0)
+    assert k is not None
+    raw = bytearray(sealed.read_bytes())
+    raw[raw.index(k.k[2].tobytes())] ^= 1
+    del snapshot, k
+    sealed.unlink()
+    sealed.write_bytes(raw)
+    done = kv("repair", sealed, "-o", tmp_path / "new.kvsnap")
+    assert done.code == 6
+    assert "--tokens" in done.err
+    done = kv("repair", sealed, "-o", tmp_path / "new.kvsnap", "--tokens")
+    assert done.code == 1
+    assert "not evaluated" in done.out
+    assert kvsnap.load(tmp_path / "new.kvsnap").tokens == kvsnap.load(sealed).tokens
 
 
 def test_verify_goes_on_after_a_file_that_it_cannot_open(kv: Call, sealed: Path) -> None:

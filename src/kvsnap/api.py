@@ -11,7 +11,7 @@ from typing import Any, Literal
 from kvsnap import inspection, sampling
 from kvsnap.engines.connect import connect
 from kvsnap.errors import ContextError, FormatError, InputError
-from kvsnap.filing import LossReport, convert, dumps, inspect, load, loads, save, verify
+from kvsnap.filing import LossReport, convert, dumps, inspect, load, loads, repair, save, verify
 from kvsnap.formats import colikv
 from kvsnap.identity import Compatibility, compare
 from kvsnap.layout import Sampler, Snapshot
@@ -30,6 +30,7 @@ __all__ = [
     "inspect",
     "load",
     "loads",
+    "repair",
     "restore",
     "save",
     "sweep",

@@ -1,4 +1,4 @@
-"""Files as users see them: load, save, convert, inspect, verify. `kvsnap.api` offers them together with the engines."""
+"""Files as users see them: load, save, convert, inspect, verify, repair. `kvsnap.api` adds the engines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvsnap import formats, inspection
 from kvsnap.errors import InputError, LossError
 from kvsnap.files import Reader, replacing
 from kvsnap.formats import native
-from kvsnap.formats.native import MemorySink, SaveReport, VerifyReport
+from kvsnap.formats.native import MemorySink, RepairReport, SaveReport, VerifyReport
 from kvsnap.inspection import Summary
 from kvsnap.layout import Snapshot, set_save
 from kvsnap.protocols import Loss, Progress
 
-__all__ = ["LossReport", "convert", "dumps", "inspect", "load", "loads", "save", "verify"]
+__all__ = ["LossReport", "convert", "dumps", "inspect", "load", "loads", "repair", "save", "verify"]
 
 StrPath = str | os.PathLike[str]
 
@@ -181,6 +181,20 @@ def inspect(path: StrPath) -> Summary:
 def verify(path: StrPath, *, progress: Progress | None = None) -> VerifyReport:
     """Check every byte of a file; damage is reported with tensor and token range, not raised."""
     return inspection.verify(path, progress=progress)
+
+
+def repair(path: StrPath, out: StrPath, *, keep_tokens: bool = False, progress: Progress | None = None) -> RepairReport:
+    """Write what can be proven of a damaged `.kvsnap` file (session, snapshot, or fork) to the new file `out`.
+
+    The damaged file is never changed. Kept is the longest prefix of turns of which every byte is as it was written;
+    damage outside of the history costs nothing. With `keep_tokens` the ids and the text of the turns behind it stay as
+    pending tokens, as far as they are whole: an engine can evaluate them again. What is lost is in the report. The new
+    file is read back and verified before it gets its name.
+
+    Raise `InputError` when there is a file named `out`, `FormatError` for what is no `.kvsnap` file, `VersionError`,
+    `DamagedError` when nothing can be kept, `MissingError` for a fork whose parent is gone, `StorageError`.
+    """
+    return native.repair_file(path, out, keep_tokens=keep_tokens, progress=progress)
 
 
 set_save(save)

@@ -1,4 +1,4 @@
-"""Commands that read a file, none of which needs a model: info, cat, head, verify."""
+"""Commands that read a file, none of which needs a model: info, cat, head, verify, repair."""
 
 from __future__ import annotations
 
@@ -300,4 +300,43 @@ def verify(files: tuple[str, ...], as_json: bool) -> None:
         raise CheckFailed(code)
 
 
-COMMANDS = (info, cat, head, verify)
+# -- repair --------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("file", callback=named)
+@click.option(
+    "-o", "--output", metavar="NEW", required=True, callback=no_name,
+    help="Name of the new file; nothing may be there yet.",
+)  # fmt: skip
+@click.option("--tokens", "keep_tokens", is_flag=True, help="Keep the ids behind the damage, to be evaluated again.")
+@library_option
+@json_option
+@examples(
+    "kvsnap repair chat.kvsnap -o mended.kvsnap",
+    "kvsnap repair chat.kvsnap -o mended.kvsnap --tokens",
+)
+def repair(file: str, output: str, keep_tokens: bool, as_json: bool) -> None:
+    """Write what can be proven of a damaged FILE to a new one. FILE itself is never changed.
+
+    Kept is the longest run of turns from the start of which every byte is as it was written. Exit code 0 when
+    everything is there, 1 when something was lost, which is named; the code of the error when nothing can be kept.
+    """
+    with progress(f"repairing {file}") as report:
+        done = kvsnap.repair(file, output, keep_tokens=keep_tokens, progress=report)
+    if as_json:
+        emit(done.to_dict())
+    else:
+        verdict = "complete" if done.complete else "NOT COMPLETE"
+        pending = f", {done.n_pending:,} of them not evaluated" if done.n_pending else ""
+        print(f"{output}: {verdict}, {size(done.nbytes)}, {count(done.n_turns, 'turn')}, "
+              f"{count(done.n_tokens, 'token')}{pending}")  # fmt: skip
+        for damage in done.lost:
+            print(f"  lost: {damage}")
+        for note in done.notes:
+            print(f"  note: {note}")
+    if not done.complete:
+        raise CheckFailed(1)
+
+
+COMMANDS = (info, cat, head, verify, repair)

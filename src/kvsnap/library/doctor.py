@@ -15,12 +15,12 @@ from kvsnap.library.view import MISSING, SET_APART, View, is_wide
 __all__ = ["examine"]
 
 _HINTS = {
-    DAMAGED: "kvsnap verify tells what is lost; kvsnap prune sets it apart",
+    DAMAGED: "kvsnap repair @NAME -o NEW writes what can be proven; kvsnap prune sets it apart",
     ORPHANED: "put the file of its parent back into sessions/",
     NEWER: "a newer release of kvsnap reads it",
     UNREADABLE: "mend the permissions",
     MISSING: "put the file back, or remove the name: kvsnap rm",
-    SET_APART: "it lies in quarantine/; remove the name to use it again: kvsnap rm",
+    SET_APART: "it lies in quarantine/, see there; remove the name to use it again: kvsnap rm",
 }
 
 
@@ -79,7 +79,8 @@ def _files(place: Place, view: View) -> Iterator[Finding]:
     for name, size in sorted(view.set_apart.items()):
         yield Finding(
             "quarantine", f"{QUARANTINE}/{name}", f"a damaged file of {size} bytes that was set apart",
-            "kvsnap verify tells what is lost; remove it by hand when nobody needs it", is_problem=False,
+            "kvsnap repair FILE -o NEW writes what can be proven, a fork beside its parent in sessions/ only; remove it "
+            "by hand when nobody needs it", is_problem=False,
         )  # fmt: skip
     if not os.path.lexists(place.within(LOCK)):
         yield Finding("lock", LOCK, "the lock file is gone; the next change makes it anew", is_problem=False)

@@ -322,6 +322,10 @@ class Place:
         with contextlib.suppress(MissingError):
             remove(self.session(file_id))
 
+    def quarantined(self, file_id: str) -> str:
+        """Return the path that a damaged file has when it was set apart."""
+        return self.within(QUARANTINE, session_name(file_id))
+
     def set_apart(self, file_id: str) -> str | None:
         """Move a damaged file to the quarantine and return its new name there; None when it is gone."""
         self._must_hold()

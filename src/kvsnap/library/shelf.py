@@ -132,7 +132,7 @@ class Shelf:
             raise DamagedError(
                 f"session {name!r} was damaged and lies in the quarantine of the library; remove the name to use it "
                 "again",
-                path=path,
+                path=self._place.quarantined(pointer.file_id),
             )
         if state == MISSING:
             raise MissingError(f"the file of session {name!r} is gone", path=path)

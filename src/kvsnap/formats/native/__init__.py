@@ -8,6 +8,7 @@ from kvsnap import codecs
 from kvsnap.errors import DamagedError, FormatError, InputError
 from kvsnap.files import Reader, replacing
 from kvsnap.formats.native.read import BytesReader, NativeFile
+from kvsnap.formats.native.repair import RepairReport, repair_file
 from kvsnap.formats.native.verify import Damage, VerifyReport, verify_file
 from kvsnap.formats.native.write import MemorySink, SaveReport, write_snapshot
 from kvsnap.layout import Snapshot
@@ -15,9 +16,8 @@ from kvsnap.protocols import Progress
 from kvsnap.records import MAGIC, SESSION, read_header
 
 __all__ = [
-    "BytesReader", "Damage", "MemorySink", "NativeFile",
-    "SaveReport", "VerifyReport", "dumps", "is_session", "load", "loads", "save", "sniff",
-    "verify_file",
+    "BytesReader", "Damage", "MemorySink", "NativeFile", "RepairReport", "SaveReport", "VerifyReport", "dumps",
+    "is_session", "load", "loads", "repair_file", "save", "sniff", "verify_file",
 ]  # fmt: skip
 
 NAME = "native"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvsnap.formats.native.read import NativeFile
     from kvsnap.layout import PositionRun, Run
 
-__all__ = ["snapshot_of"]
+__all__ = ["joined_text", "snapshot_of"]
 
 
 def snapshot_of(file: NativeFile) -> Snapshot:
@@ -32,7 +32,7 @@ def snapshot_of(file: NativeFile) -> Snapshot:
         entry, table = span.entry, span.table
         ids.append(table.tokens[: entry.n_tokens])
         whole = entry.n_tokens == len(table.tokens)
-        text = _joined_text(text, schema.parse_text(table.meta, span.file.path, span.payload) if whole else None)
+        text = joined_text(text, schema.parse_text(table.meta, span.file.path, span.payload) if whole else None)
         runs = join_runs(runs, cut_runs(table.runs, entry.n_tokens))
         positions = join_positions(positions, cut_positions(table.positions, entry.n_rows))
         columns.add(entry, table, span.payload, span.file.reader, mapped=span.file.mapped)
@@ -96,7 +96,7 @@ def _tensor(file: NativeFile, spec: TensorSpec, columns: Columns) -> Tensor:
     return Tensor(spec, source, start=start, n_rows=stop - start, bound=column.bound)
 
 
-def _joined_text(before: str | None, piece: tuple[int | None, str] | None) -> str | None:
+def joined_text(before: str | None, piece: tuple[int | None, str] | None) -> str | None:
     """Return the text up to and including a span; None where a part of it is not known."""
     if piece is None:
         return None

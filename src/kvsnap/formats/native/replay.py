@@ -70,7 +70,8 @@ class Piece:
 class History:
     """What goes into a new file: the turns in order, and what describes them.
 
-    `end` is the commit whose counts and flag hold at the end, `pieces` may be empty.
+    `end` is the commit whose counts and flag hold at the end, `pieces` may be empty. `pending` is a table without rows
+    and parts: ids that follow the last piece and are not evaluated.
     """
 
     pieces: tuple[Piece, ...]
@@ -79,6 +80,7 @@ class History:
     identity: Identity
     metadata: dict[str, str]
     notes: tuple[str, ...] = ()
+    pending: Table | None = None
 
 
 def history_of(file: NativeFile, cut: Cut | None = None) -> History:
@@ -150,7 +152,7 @@ def write_history(
 
     Raise `DamagedError` or `FormatError` naming tensor, rows and place when a part that is needed is damaged.
     """
-    if use == SNAPSHOT and len(history.pieces) != 1:
+    if use == SNAPSHOT and len(history.pieces) + (history.pending is not None) != 1:
         raise ValueError("a snapshot has one span")
     header = new_header(use)
     sink.write_at([header.pack()], 0)
@@ -179,17 +181,19 @@ class _Replay:
             self.total = sum(self._size(piece) for piece in history.pieces)
             progress(0, self.total)
         described = Commit(number=1)
-        if history.geometry.tensors or history.pieces:
+        if history.geometry.tensors or history.pieces or history.pending:
             described = replace(
                 described, identity=writer.plain(Kind.IDENTITY, canonical_json(history.identity.to_dict())),
                 layout=writer.plain(Kind.LAYOUT, schema.pack_layout(history.geometry)),
             )  # fmt: skip
         self.last = described
         for i, piece in enumerate(history.pieces):
-            last = i == len(history.pieces) - 1
+            last = i == len(history.pieces) - 1 and history.pending is None
             commit = replace(history.end, time_ns=piece.commit.time_ns) if last else piece.commit
             self._turn(piece, commit, history.metadata if last else piece.metadata, sealed=use == SNAPSHOT)
-        if not history.pieces:
+        if history.pending is not None:
+            self._pending(history.pending, sealed=use == SNAPSHOT)
+        elif not history.pieces:
             self._note(history.metadata)
             self._commit(replace(history.end, operation=Operation.RESET), state=0, sealed=False)
         return self.footer
@@ -217,6 +221,13 @@ class _Replay:
         self.entries.append(replace(entry, span=span, check=check, state=state))
         self._note(metadata)
         self._commit(replace(commit, operation=Operation.APPEND), state=state, sealed=sealed)
+
+    def _pending(self, table: Table, *, sealed: bool) -> None:
+        span, check, _ = self.writer.encoded(Kind.SPAN, table, 0, (), 0)
+        digest = history_digest(self.entries[-1].digest if self.entries else bytes(16), table.tokens, 0)
+        self.entries.append(Entry(span, len(table.tokens), table.row_start, 0, 0, check, digest))
+        self._note(self.history.metadata)
+        self._commit(replace(self.history.end, operation=Operation.APPEND), state=0, sealed=sealed)
 
     def _commit(self, commit: Commit, *, state: int, sealed: bool) -> None:
         writer, entries = self.writer, self.entries
