@@ -122,6 +122,19 @@ def test_what_cannot_be_cut_goes_back_to_the_end_of_a_turn(library: Library) -> 
         session.truncate(1)
 
 
+def test_what_agrees_longest_is_not_always_what_is_of_most_use(library: Library) -> None:
+    query = tuple(range(1, 700))
+    add(library, "stiff", query[:10], query, recurrent=True)
+    add(library, "plain", (*query[:300], 5, 5))
+    found = library.find(query[:650])
+    assert found is not None
+    assert (found.name, found.n_tokens, found.n_rows) == ("plain", 300, 300)
+    library.remove("plain")
+    found = library.find(query[:650])
+    assert found is not None
+    assert (found.name, found.n_tokens, found.n_rows, found.keep) == ("stiff", 650, 10, 10)
+
+
 def test_ids_that_are_not_evaluated_are_no_rows(library: Library) -> None:
     add(library, "a", (1, 2, 3, 4), n_pending=1)
     for query, rows in (((1, 2, 3, 4, 5), 3), ((1, 2, 3, 9), 3), ((1, 2, 9), 2)):

@@ -415,5 +415,5 @@ def _reach(db: sqlite3.Connection, node: bytes, start: int, tokens: npt.NDArray[
         agreed = common(np.frombuffer(ids, "<i4"), rest)
         if agreed:
             for (file,) in db.execute("SELECT file FROM members WHERE node = ?", (number,)):
-                files[file] = max(files.get(file, 0), start + agreed)
+                files[file] = start + agreed
     return Reach(start, files)
