@@ -79,8 +79,8 @@ def _files(place: Place, view: View) -> Iterator[Finding]:
     for name, size in sorted(view.set_apart.items()):
         yield Finding(
             "quarantine", f"{QUARANTINE}/{name}", f"a damaged file of {size} bytes that was set apart",
-            "kvsnap repair FILE -o NEW writes what can be proven, of a fork beside its parent in sessions/ only; remove "
-            "it by hand when nobody needs it", is_problem=False,
+            "kvsnap repair FILE -o NEW writes what can be proven (of a fork in sessions/ only, beside its parent); "
+            "remove it by hand when nobody needs it", is_problem=False,
         )  # fmt: skip
     if not os.path.lexists(place.within(LOCK)):
         yield Finding("lock", LOCK, "the lock file is gone; the next change makes it anew", is_problem=False)
