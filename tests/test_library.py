@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -253,6 +254,19 @@ def test_a_damaged_name_is_told_and_can_be_removed(library: Library) -> None:
     assert library.check().findings[0].kind == "orphan"
     add(library, "a", (2,))
     assert tokens_of(library, "a") == (2,)
+
+
+def test_a_name_that_changed_within_one_tick_of_the_clock_is_read_again(library: Library) -> None:
+    add(library, "a", (1,))
+    pointer = Path(library.path) / "names" / "a"
+    soon = time.time_ns() + 60_000_000_000
+    os.utime(pointer, ns=(soon, soon))
+    assert [e.pinned for e in library.list()] == [False]
+    raw = place.Pointer(library.list()[0].file_id, pinned=True).pack()
+    with pointer.open("r+b") as file:  # the same file, size and time
+        file.write(raw)
+    os.utime(pointer, ns=(soon, soon))
+    assert [e.pinned for e in library.list()] == [True]
 
 
 # -- forks, copies, compacting -----------------------------------------------------------------------------------------

@@ -238,6 +238,8 @@ def test_long_histories_of_real_blocks(library: Library) -> None:
 def test_the_rows_of_a_cut_follow_from_the_turns() -> None:
     facts = Facts(n_tokens=6, n_rows=5, n_pending=1, turns=np.array([[2, 1], [4, 3], [6, 5]]))
     assert [trie.reusable(facts, n) for n in range(7)] == [(0, 0), (1, 1), (2, 1), (3, 3), (4, 3), (5, 5), (6, 5)]
+    more = Facts(n_tokens=4, n_rows=6, turns=np.array([[2, 4], [4, 6]]))  # two rows whose ids are not stored
+    assert [trie.reusable(more, n) for n in range(5)] == [(0, 0), (1, 3), (2, 4), (3, 5), (4, 6)]
     stiff = replace(facts, rewindable=False)
     assert [trie.reusable(stiff, n) for n in range(7)] == [(0, 0), (0, 0), (2, 1), (2, 1), (4, 3), (4, 3), (6, 5)]
 

@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,6 +145,27 @@ def test_a_name_may_not_lead_to_a_link(library: Library, outside: Path) -> None:
     library.remove("a")
     assert path.is_symlink()
     assert (outside / "target").read_bytes() == b"mine"
+
+
+def test_a_link_that_comes_between_the_look_and_the_opening_is_not_followed(
+    library: Library, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = add(library, "a")
+    (session,) = outside.glob("*.kvsnap")
+    known = Library._known
+
+    def swapped(*args: Any) -> Any:
+        pointer = known(*args)
+        path.unlink(missing_ok=True)
+        path.symlink_to(session)
+        return pointer
+
+    monkeypatch.setattr(Library, "_known", swapped)
+    for readonly in (True, False):
+        path.unlink()
+        path.write_bytes(session.read_bytes()[:40] + bytes.fromhex(path.stem) + session.read_bytes()[56:])
+        with pytest.raises(InputError, match="symbolic link"):
+            library.open("a", readonly=readonly)
 
 
 @pytest.mark.parametrize("name", ["lock", "kvsnap-library"])
