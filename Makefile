@@ -91,7 +91,7 @@ clean-environments:  ## the environments that this file made
 	@rm -rf .venvs/run .venvs/lint .venvs/bare .venvs/fuzz .venvs/core-* .venvs/transformers-*
 
 .venvs/run/.stamp: $(STAMP_NEEDS)
-	@$(ENVIRONMENT) run "$(PYTHON)" torch smollm2 '-e .[transformers,plots,test]'
+	@$(ENVIRONMENT) run "$(PYTHON)" torch smollm2 '-e .[transformers,plots,crypto,test]'
 
 .venvs/lint/.stamp: $(STAMP_NEEDS)
 	@$(ENVIRONMENT) lint "$(PYTHON)" '-e .[dev]'
@@ -106,7 +106,7 @@ clean-environments:  ## the environments that this file made
 		{ echo "fuzz: atheris has wheels for Linux and Python 3.11 to 3.13; make fuzz PYTHON=..." >&2; exit 1; }
 
 .venvs/core-%/.stamp: $(STAMP_NEEDS)
-	@$(ENVIRONMENT) core-$* "$(PYTHON)" '-e .[test]'
+	@$(ENVIRONMENT) core-$* "$(PYTHON)" '-e .[crypto,test]'
 
 .venvs/transformers-%/.stamp: $(STAMP_NEEDS)
-	@$(ENVIRONMENT) transformers-$* "$(PYTHON)" torch smollm2 'transformers==$* -e .[transformers,test]'
+	@$(ENVIRONMENT) transformers-$* "$(PYTHON)" torch smollm2 'transformers==$* -e .[transformers,crypto,test]'

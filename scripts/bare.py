@@ -52,6 +52,10 @@ def main() -> None:
         for command in ("info", "verify", "cat"):
             assert run(kvsnap, command, str(golden), cwd=cwd).strip(), f"kvsnap {command} printed nothing"
             print(f"bare: kvsnap {command} works")
+        assert importlib.util.find_spec("cryptography") is None, "cryptography is installed here"
+        told = run(kvsnap, "verify", str(golden.with_name("tiny_encrypted.kvsnap")), cwd=cwd)
+        assert "whole from outside" in told, told
+        print("bare: an encrypted file is verified without the extra")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ The writer writes what it is told, right or wrong, with checksums that fit: host
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
+import os
 import struct
 from typing import Any
 
@@ -16,7 +18,7 @@ import xxhash
 
 MAGIC = bytes.fromhex("894B56534E41500A")
 FOOTER_MAGIC = bytes.fromhex("4B56454E440D0A1A")
-IDENTITY, LAYOUT, SPAN, STATE, NOTE, INDEX, COMMIT, BASE = range(1, 9)
+IDENTITY, LAYOUT, SPAN, STATE, NOTE, INDEX, COMMIT, BASE, KEY = range(1, 10)
 SIZES = {
     "float32": "<f4", "float16": "<f2", "bfloat16": ml_dtypes.bfloat16, "float64": "<f8", "int8": "i1", "uint8": "u1",
     "int16": "<i2", "int32": "<i4", "int64": "<i8", "bool": "?", "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
@@ -36,6 +38,38 @@ def h128(data: bytes) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+# -- encryption (section 20) --------------------------------------------------------------------------------
+
+STRETCH = 1_048_576
+
+
+class Cipher:
+    """The cipher of one file. `seal` and `unseal` take the associated data as the fields of its table."""
+
+    def __init__(self, key: bytes, name: str, salt: bytes, file_id: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        info = b"kvsnap-file-key-1:" + name.encode("ascii") + b":" + file_id
+        made = HKDF(SHA256(), 48, salt, info).derive(key)
+        self.box = {"aes-256-gcm": AESGCM, "chacha20-poly1305": ChaCha20Poly1305}[name](made[:32])
+        self.check = made[32:]
+        self.context = b""
+
+    def data(
+        self, kind: int, flags: int, at: int, sequence: int, commit: int, table: int, length: int, n: int
+    ) -> bytes:
+        return self.context + struct.pack("<BB6xQQQQQQ", kind, flags, at, sequence, commit, table, length, n)
+
+    def seal(self, plain: bytes, data: bytes) -> bytes:
+        nonce = os.urandom(12)
+        return nonce + self.box.encrypt(nonce, plain, data)
+
+    def unseal(self, piece: bytes, data: bytes) -> bytes:
+        return self.box.decrypt(piece[:12], piece[12:], data)
+
+
 # -- reading ------------------------------------------------------------------------------------------------
 
 
@@ -47,22 +81,54 @@ def need(condition: bool, what: str) -> None:
 class SpecReader:
     """Reads a whole, undamaged file at its last commit. `ValueError` for a broken rule."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, key: bytes | None = None) -> None:
         self.data = data
+        self.cipher: Cipher | None = None
         need(data[:8] == MAGIC, "magic")
         major, _minor, size = struct.unpack_from("<HHI", data, 8)
         required, _optional, use = struct.unpack_from("<QQB", data, 16)
-        need((major, size, required) == (1, 128, 0), "version")
+        need((major, size, required) == (1, 128, 0 if key is None else 1), "version")
         need(not any(data[33:40]) and not any(data[72:120]), "reserved")
         need(struct.unpack_from("<Q", data, 120)[0] == h64(data[:120]), "header checksum")
         self.use, self.file_id = use, data[40:56]
         self.salt, self.created = struct.unpack_from("<Qq", data, 56)
+        if key is not None:
+            self._open(key)
         end = len(data)
         need(end % 64 == 0, "length")
         self.footer = self._footer(end - 64)
         self.commit_at = self.footer["commit_offset"]
         self.commit = self._commit(self.commit_at, self.footer["digest"])
         need(self.commit["number"] == self.footer["number"], "number")
+
+    def _open(self, key: bytes) -> None:
+        need(self.use == 1, "encrypted session")
+        record = self.record(128, KEY)
+        need((record["flags"], record["sequence"], record["commit"]) == (1, 0, 1), "KEY")
+        about = json.loads(record["payload"])
+        salt, check = bytes.fromhex(about["salt"]), bytes.fromhex(about["check"])
+        need(len(salt) == 32 and len(check) == 16, "lengths in KEY")
+        cipher = Cipher(key, about["cipher"], salt, self.file_id)
+        need(cipher.check == check, "another key")
+        cipher.context = hashlib.sha256(self.data[:128] + self.data[128:192] + record["payload"]).digest()
+        self.cipher = cipher
+
+    def _plain(self, at: int, record: tuple[int, int, int, int], table: int, stored: bytes) -> tuple[bytes, int]:
+        """The plain payload of a record (kind, flags, sequence, commit), and the plain length of its table."""
+        assert self.cipher is not None
+        kind, flags, sequence, commit = record
+        place = (kind, flags, at, sequence, commit, table)
+        plain = [self.cipher.unseal(stored[:table], self.cipher.data(*place, len(stored), 0))]
+        where, number = table, 1
+        while where < len(stored):
+            piece = stored[where + 8 : where + 8 + STRETCH + 28]
+            need(len(piece) > 28, "an empty stretch")
+            checksum = h64(piece, self.salt + at + 64 + where)
+            need(struct.unpack_from("<Q", stored, where)[0] == checksum, f"checksum of piece {number}")
+            plain.append(self.cipher.unseal(piece, self.cipher.data(*place, 0, number)))
+            where += 8 + len(piece)
+            number += 1
+        return b"".join(plain), table - 28
 
     def _footer(self, at: int) -> dict[str, Any]:
         raw = self.data[at : at + 64]
@@ -85,9 +151,12 @@ class SpecReader:
         need(table == length or found in {SPAN, STATE}, "table length")
         end = up(at + 64 + length)
         need(not any(self.data[at + 64 + length : end]), "padding")
+        stored = payload
+        if self.cipher is not None and found != KEY:
+            payload, table = self._plain(at, (found, flags, sequence, commit), table, stored)
         return {
             "at": at, "kind": found, "flags": flags, "sequence": sequence, "commit": commit, "table": table,
-            "payload": payload, "end": end, "check": raw[56:64],
+            "payload": payload, "stored": stored, "end": end, "check": raw[56:64],
         }  # fmt: skip
 
     def records(self) -> list[dict[str, Any]]:
@@ -105,7 +174,7 @@ class SpecReader:
     def _commit(self, at: int, digest: bytes) -> dict[str, Any]:
         record = self.record(at, COMMIT)
         p = record["payload"]
-        need(h128(self.data[at : at + 64] + p) == digest, "commit digest")
+        need(h128(self.data[at : at + 64] + record["stored"]) == digest, "commit digest")
         names = [
             "number", "previous", "previous_digest", "operation", "flags", "n_tail", "n_tokens", "n_rows", "n_pending",
             "token_offset", "identity", "layout", "state", "note", "index", "index_kept", "base", "time", "digest",
@@ -262,14 +331,38 @@ class SpecReader:
 class SpecWriter:
     """Puts records together. Every field can be overridden; checksums are made last, so that they fit."""
 
-    def __init__(self, use: int = 1, *, salt: int = 77, header: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, use: int = 1, *, salt: int = 77, header: dict[str, Any] | None = None, key: bytes | None = None,
+        cipher: str = "aes-256-gcm",
+    ) -> None:  # fmt: skip
         self.salt, self.sequence = salt, 0
+        self.cipher: Cipher | None = None
+        header = ({"required": 1} if key is not None else {}) | (header or {})
         fields = {
             "magic": MAGIC, "major": 1, "minor": 0, "size": 128, "required": 0, "optional": 0, "use": use,
             "reserved": bytes(7), "file_id": bytes(range(16)), "salt": salt, "created": 0, "rest": bytes(48),
-        } | (header or {})  # fmt: skip
+        } | header  # fmt: skip
         raw = struct.pack("<8sHHIQQB7s16sQq48s", *fields.values())
         self.data = bytearray(raw + struct.pack("<Q", h64(raw)))
+        if key is not None:
+            salt_of_key = os.urandom(32)
+            made = Cipher(key, cipher, salt_of_key, fields["file_id"])
+            about = {"cipher": cipher, "salt": salt_of_key.hex(), "check": made.check.hex(), "more": "ignored"}
+            self.record(KEY, payload := json.dumps(about).encode(), flags=1)
+            made.context = hashlib.sha256(self.data[: 192 + len(payload)]).digest()
+            self.cipher = made
+
+    def _sealed(self, kind: int, flags: int, commit: int, payload: bytes, table: int) -> tuple[bytes, int]:
+        assert self.cipher is not None
+        at, body = len(self.data), payload[table:]
+        count = up(len(body), STRETCH) // STRETCH
+        place = (kind, flags, at, self.sequence, commit, table + 28)
+        length = table + 28 + len(body) + 36 * count
+        out = bytearray(self.cipher.seal(payload[:table], self.cipher.data(*place, length, 0)))
+        for n in range(count):
+            piece = self.cipher.seal(body[n * STRETCH : (n + 1) * STRETCH], self.cipher.data(*place, 0, n + 1))
+            out += struct.pack("<Q", h64(piece, self.salt + at + 64 + len(out))) + piece
+        return bytes(out), table + 28
 
     def record(
         self, kind: int, payload: bytes, *, table: int | None = None, commit: int = 1, flags: int = 0,
@@ -277,6 +370,8 @@ class SpecWriter:
     ) -> int:  # fmt: skip
         at = len(self.data)
         table = len(payload) if table is None else table
+        if self.cipher is not None:
+            payload, table = self._sealed(kind, flags, commit, payload, table)
         self.data += self.header(
             at,
             kind,
@@ -324,7 +419,7 @@ class SpecWriter:
         payload = struct.pack("<QQ16sHHIQQQqQQQQQQQq16s40s", *f.values()) + pack_entries(tail)
         at = self.record(COMMIT, payload, commit=f["number"])
         place = len(self.data)
-        digest = h128(bytes(self.data[at : at + 64]) + payload)
+        digest = self.digest_of(at)
         foot = {
             "magic": FOOTER_MAGIC,
             "offset": at,
@@ -389,8 +484,8 @@ def tensor(number: int, role: str, **fields: Any) -> dict[str, Any]:
 class Minimal:
     """One layer, three tokens, three rows, logits: a snapshot as the spec says. Change a member, then `build`."""
 
-    def __init__(self, use: int = 1) -> None:
-        self.use = use
+    def __init__(self, use: int = 1, key: bytes | None = None, cipher: str = "aes-256-gcm") -> None:
+        self.use, self.key, self.cipher = use, key, cipher
         self.header: dict[str, Any] = {}
         self.k = np.arange(24, dtype="<f4").reshape(2, 3, 4)
         self.logits = np.linspace(-1, 1, 5, dtype="<f4")
@@ -429,7 +524,7 @@ class Minimal:
         return bytes(self.writer().data)
 
     def writer(self) -> SpecWriter:
-        w = SpecWriter(self.use, header=self.header)
+        w = SpecWriter(self.use, header=self.header, key=self.key, cipher=self.cipher)
         for kind, payload, options in self.before:
             w.record(kind, payload, **options)
         at = self.places

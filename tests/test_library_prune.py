@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import kvsnap
-from kvsnap.errors import DamagedError, InputError, MissingError
+from kvsnap.errors import DamagedError, InputError, MissingError, UnsupportedError
 from kvsnap.identity import Identity
 from kvsnap.library import Library, PruneReport, catalogue, contents, place, view
-from synthetic import IDENTITY, snapshot
+from synthetic import DATA, IDENTITY, snapshot
 
 OTHER = replace(IDENTITY, cache_dtype="float16")
 
@@ -382,6 +382,11 @@ def test_files_that_are_not_ours_are_counted_and_left_alone(library: Library) ->
     name = f"{sealed[40:56].hex()}.kvsnap"
     (sessions / "sealed").rename(sessions / name)
     foreign[name] = sealed
+    closed = (DATA / "tiny_encrypted.kvsnap").read_bytes()
+    foreign[f"{closed[40:56].hex()}.kvsnap"] = closed
+    (sessions / f"{closed[40:56].hex()}.kvsnap").write_bytes(closed)
+    with pytest.raises(UnsupportedError, match="encrypted"):
+        library.add(DATA / "tiny_encrypted.kvsnap", "closed")
     assert library.nbytes == size
     report = library.prune(0)
     assert gone(report) == [("a",)]

@@ -23,9 +23,9 @@ from synthetic import DATA, SAMPLER, same, snapshot
 DTYPES = ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "int32", "int64"]
 
 
-def check_against_spec(data: bytes, made: Snapshot) -> None:
+def check_against_spec(data: bytes, made: Snapshot, key: bytes | None = None) -> None:
     """What the independent reader finds in these bytes must be this snapshot."""
-    reader = SpecReader(data)
+    reader = SpecReader(data, key)
     reader.records()
     found = reader.content()
     assert found["ids"] == list(made.tokens)

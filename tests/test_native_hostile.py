@@ -28,6 +28,7 @@ HUGE = 2**40
 
 Cases = dict[str, tuple[Callable[[], Any], str]]
 CASES: Cases = {}
+CHANGES: dict[str, Callable[[Minimal], Any]] = {}
 
 
 def case(expected: str) -> Callable[[Callable[[Minimal], Any]], Callable[[Minimal], Any]]:
@@ -40,6 +41,7 @@ def case(expected: str) -> Callable[[Callable[[Minimal], Any]], Callable[[Minima
             return m.build() if made is None else made
 
         CASES[change.__name__] = (make, expected)
+        CHANGES[change.__name__] = change
         return change
 
     return add
@@ -740,7 +742,7 @@ def commit_unknown_flag(m: Minimal) -> Any:
 
 @case("FormatError")
 def commit_unknown_operation(m: Minimal) -> Any:
-    m.commit["operation"] = 6
+    m.commit["operation"] = 7
 
 
 @case("FormatError")

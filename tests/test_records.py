@@ -83,9 +83,9 @@ def test_a_file_header_cut_off_or_of_something_else() -> None:
         read_header(BytesReader(newer))
     assert read_header(BytesReader(FileHeader(SESSION, bytes(16), 1, 2, minor=9, optional=5).pack())).minor == 9
     with pytest.raises(VersionError, match="features"):
-        read_header(BytesReader(FileHeader(SESSION, bytes(16), 1, 2, required=4).pack()))
+        read_header(BytesReader(FileHeader(SESSION, bytes(16), 1, 2, required=1 << 40).pack()))
     with pytest.raises(VersionError, match="features"):  # "unknown features" comes before what they may have changed
-        read_header(BytesReader(FileHeader(SESSION, bytes(16), 1, 2, required=1).pack()))
+        read_header(BytesReader(FileHeader(SESSION, bytes(16), 1, 2, required=1 << 40 | 1).pack()))
 
 
 @given(U64, st.integers(0, 2**40), st.integers(0, 2**62), U64, U64)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvsnap
-from kvsnap.errors import DamagedError, FormatError, InputError, KvsnapError, MissingError
+from kvsnap.errors import DamagedError, FormatError, InputError, KvsnapError, MissingError, UnsupportedError
 from kvsnap.files import Reader
 from kvsnap.formats.native import NativeFile, mend, salvage
 from kvsnap.formats.native.base import session_file_name
@@ -24,7 +24,7 @@ from kvsnap.identity import Identity
 from kvsnap.layout import Snapshot
 from kvsnap.records import HEADER_SIZE, RECORD_SIZE, Kind, read_record_header, record_end
 from kvsnap.session import Session
-from synthetic import DATA, SAMPLER, same, snapshot, tiny_bytes
+from synthetic import DATA, SAMPLER, same, snapshot, tiny, tiny_bytes
 from test_native_hostile import CASES
 
 IDS = tuple(range(21, 81))
@@ -173,6 +173,17 @@ def test_the_new_file_goes_on_as_the_old_one_would(case: Case) -> None:
         session.append(snapshot(IDS[:12], start=9, n_prompt=2, text="one two three four"))
         assert session.load().text == "one two three four"
     assert kvsnap.verify(case.out).ok
+
+
+@pytest.mark.parametrize("place", [None, 20, 3000])
+def test_an_encrypted_snapshot_is_refused_by_name(tmp_path: Path, place: int | None) -> None:
+    pytest.importorskip("cryptography")
+    raw = bytearray(kvsnap.dumps(tiny(), key=bytes(32)))
+    if place is not None:
+        raw[place] ^= 1
+    (tmp_path / "a").write_bytes(raw)
+    with pytest.raises(UnsupportedError, match="encrypted"):
+        kvsnap.repair(tmp_path / "a", tmp_path / "b")
 
 
 def test_a_snapshot_stays_a_snapshot(tmp_path: Path) -> None:
@@ -327,7 +338,6 @@ def test_rewinds_are_followed_when_every_index_is_damaged(tmp_path: Path) -> Non
             session.append(snapshot((*session.tokens, 7), heads=1, dim=2, vocab=2))
         session.rewind(late)
         session.append(snapshot((*session.tokens, 8), heads=1, dim=2, vocab=2))
-        session.rewind(late + 20)
     case = Case(tmp_path, path.read_bytes())
     places = [p + RECORD_SIZE + 8 for p, k, _ in case.records if k == Kind.INDEX]
     assert len(places) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import threading
@@ -18,6 +19,8 @@ from kvsnap import files, verify
 from kvsnap.errors import ConflictError, DamagedError, FormatError, InputError
 from kvsnap.formats import native
 from kvsnap.formats.native import read
+from kvsnap.formats.native.base import session_file_name
+from kvsnap.formats.native.fork import fork_file
 from kvsnap.formats.native.journal import Journal
 from kvsnap.session import Session
 from synthetic import same, snapshot
@@ -242,3 +245,41 @@ def test_without_locks_two_writers_at_the_same_instant(tmp_path: Path, monkeypat
         assert not verify(path).ok
         with pytest.raises((DamagedError, FormatError)):
             native.load(path).layers[0].tensors[0].values()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux shows them")
+def test_a_file_that_is_let_go_of_is_closed_at_once(tmp_path: Path) -> None:
+    """Not only when the garbage collector comes: till then a file that was removed keeps its room on the disk."""
+
+    def n_open() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    path = tmp_path / "a.kvsnap"
+    with Session.open(path) as session:
+        session.append(turn(3))
+        name = session_file_name(session._journal.header.file_id)
+    path.rename(tmp_path / name)
+    sealed, parent = tmp_path / "sealed", tmp_path / name
+    kvsnap.save(turn(3), sealed)
+    fork = fork_file(str(parent)).path
+    gc.collect()
+    gc.disable()
+    try:
+        before = n_open()
+        for one in (sealed, parent, fork):
+            for _ in range(5):
+                assert native.load(one).n_rows == 3
+                assert verify(one).ok
+            assert n_open() == before, one
+        with Session.open(fork) as session:
+            held = n_open()
+            for count in range(4, 7):
+                session.append(turn(count))
+                session.truncate(3)
+                assert session.load().n_rows == 3
+            assert n_open() == held
+        kept = native.load(sealed)
+        assert n_open() > before, "the control: what is held is open"
+        assert kept.n_rows == 3
+    finally:
+        gc.enable()

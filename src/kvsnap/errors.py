@@ -19,11 +19,13 @@ __all__ = [
     "ExtraMissingError",
     "FormatError",
     "InputError",
+    "KeyNeededError",
     "KvsnapError",
     "LossError",
     "MissingError",
     "PoisonedError",
     "StorageError",
+    "TamperedError",
     "UnsupportedError",
     "VersionError",
 ]
@@ -128,6 +130,23 @@ class DamagedError(KvsnapError, ValueError):
 
     kind = "damaged"
     exit_code = 6
+
+
+class TamperedError(DamagedError):
+    """Bytes are whole, but not those that the owner of the key wrote there. Do not trust the file."""
+
+    kind = "tampered"
+    exit_code = 17
+
+
+# -- the caller gives the right key ------------------------------------------------------------------------
+
+
+class KeyNeededError(KvsnapError, ValueError):
+    """The file is encrypted, and its key was not given or is another one."""
+
+    kind = "key"
+    exit_code = 16
 
 
 # -- the caller uses another model, or accepts by name -----------------------------------------------------

@@ -12,33 +12,43 @@ from kvsnap.errors import InputError, LossError
 from kvsnap.files import Reader, replacing
 from kvsnap.formats import native
 from kvsnap.formats.native import MemorySink, RepairReport, SaveReport, VerifyReport
-from kvsnap.inspection import Summary
+from kvsnap.inspection import Summary, refuse_key
 from kvsnap.layout import Snapshot, set_save
-from kvsnap.protocols import Loss, Progress
+from kvsnap.protocols import Format, Loss, Progress
 
 __all__ = ["LossReport", "convert", "dumps", "inspect", "load", "loads", "repair", "save", "verify"]
 
 StrPath = str | os.PathLike[str]
 
 
-def load(path: StrPath, *, format: str | None = None, mmap: bool = True) -> Snapshot:
+def load(path: StrPath, *, format: str | None = None, mmap: bool = True, key: bytes | None = None) -> Snapshot:
     """Open a file (a snapshot, or a session at its last turn) and return its snapshot.
 
     Opening reads the index only; a tensor is read, and every byte of it checked, when it is first used. With `mmap` the
     exact tensors of a sealed file are read-only views of the mapped file. The format is judged by content; `format`
     demands one. Raise `MissingError`, `FormatError` (not a file that kvsnap reads), `VersionError`, `DamagedError`
     (also later, when a damaged tensor is used).
+
+    `key` (32 bytes; `kvsnap.crypto.read_key`) opens an encrypted file. Raise `KeyNeededError` without it or with
+    another one, `TamperedError` for bytes that are not what was sealed, and `InputError` for a key to a file that is
+    not encrypted: it may have been put in place of one that is.
     """
     found = formats.format_of(path) if format is None else formats.format_named(format)
+    if found.name == native.NAME:
+        return native.load(path, mmap=mmap, key=key)
+    refuse_key(found.name, key, path)
     return found.load(os.fspath(path), mmap=mmap)
 
 
-def loads(data: bytes | bytearray | memoryview, *, format: str | None = None) -> Snapshot:
+def loads(data: bytes | bytearray | memoryview, *, format: str | None = None, key: bytes | None = None) -> Snapshot:
     """Return the snapshot in these bytes, as `load` does."""
     if not len(data):
         raise InputError("no bytes to load a snapshot from")
     head = bytes(memoryview(data)[: formats.HEAD])
     found = formats.format_of_bytes(head) if format is None else formats.format_named(format)
+    if found.name == native.NAME:
+        return native.loads(data, key=key)
+    refuse_key(found.name, key)
     return found.loads(data)
 
 
@@ -53,21 +63,27 @@ def save(
     vocab: int | None = None,
     sync: bool = True,
     progress: Progress | None = None,
+    key: bytes | None = None,
+    cipher: str | None = None,
+    label: str | None = None,
 ) -> SaveReport:
     """Write a sealed snapshot durably; whatever happens, the name holds the old file or the whole new one.
 
     `codec` is `exact` (the default of the native format) or `q8` (int8 with a scale per head: about a quarter of
     float32, not exact; the report gives the bound). Other formats have codecs, versions and byte orders of their own;
     what they cannot hold is in `SaveReport.losses`. `sync=False` leaves out the fsyncs, and with them the promise to
-    survive a power cut. Raise `InputError`, `MissingError` (no such directory), `StorageError` (no space, no
-    permission).
+    survive a power cut. With `key` (32 bytes) a native file is encrypted, by `cipher` (`aes-256-gcm`, the default, or
+    `chacha20-poly1305`); `label` tells people which key is meant, and stays in clear. Raise `InputError`,
+    `MissingError` (no such directory), `StorageError` (no space, no permission), `ExtraMissingError`.
     """
+    lock = native.lock_of(key, cipher, label)
     _refuse_session(path)
     if format in (None, native.NAME):
         if version not in (None, 1) or byte_order not in (None, "little"):
             raise InputError("the native format is little-endian and has version 1", found=version or byte_order)
-        return native.save(snapshot, path, codec=codec, sync=sync, progress=progress)
+        return native.save(snapshot, path, codec=codec, sync=sync, progress=progress, lock=lock)
     target = formats.format_named(str(format))
+    refuse_key(target.name, lock)
     losses = target.losses(snapshot, codec=codec, version=version)
     with replacing(path, sync=sync) as writer:
         nbytes = target.write(
@@ -110,12 +126,25 @@ def dumps(
     version: int | None = None,
     byte_order: str | None = None,
     vocab: int | None = None,
+    key: bytes | None = None,
+    cipher: str | None = None,
+    label: str | None = None,
 ) -> bytes:
     """Return the bytes that `save` would write."""
     sink = MemorySink()
     target = formats.format_named(format or native.NAME)
-    target.write(snapshot, sink, codec=codec, version=version, byte_order=byte_order, vocab=vocab)
+    lock = _lock_for(target, key, cipher, label)
+    target.write(snapshot, sink, codec=codec, version=version, byte_order=byte_order, vocab=vocab, **lock)
     return bytes(sink.data)
+
+
+def _lock_for(target: Format, key: bytes | None, cipher: str | None, label: str | None) -> dict[str, Any]:
+    """Return what `write` of a format is told about encryption: nothing, unless it is the native one."""
+    lock = native.lock_of(key, cipher, label)
+    if target.name == native.NAME:
+        return {"lock": lock}
+    refuse_key(target.name, lock)
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +179,21 @@ def convert(
     vocab: int | None = None,
     allow_loss: bool = False,
     progress: Progress | None = None,
+    key: bytes | None = None,
+    out_key: bytes | None = None,
+    cipher: str | None = None,
+    label: str | None = None,
 ) -> LossReport:
     """Write the snapshot in `src` (any format) to `dst` in another format or codec, tensor by tensor.
 
     `version`, `byte_order` and `vocab` (size of the vocabulary, for `colikv`) are for formats that have them.
+    `key` opens an encrypted `src`. `dst` is encrypted only with `out_key`; `cipher` and `label` are as in `save`.
     Raise `LossError` listing what the target cannot hold, before anything is written, unless `allow_loss`.
     """
     origin = formats.format_of(src)
     target = formats.format_named(format or native.NAME)
-    snapshot = origin.load(os.fspath(src), mmap=True)
+    lock = _lock_for(target, out_key, cipher, label)
+    snapshot = load(src, format=origin.name, key=key)
     losses = target.losses(snapshot, codec=codec, version=version)
     if losses and not allow_loss:
         told = "; ".join(f"{loss.what}: {loss.detail}" for loss in losses[:6])
@@ -168,19 +203,26 @@ def convert(
     _refuse_session(dst)
     with replacing(dst) as writer:
         nbytes = target.write(
-            snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress, vocab=vocab
-        )
+            snapshot, writer, codec=codec, version=version, byte_order=byte_order, vocab=vocab, progress=progress,
+            **lock,
+        )  # fmt: skip
     return LossReport(os.fspath(src), os.fspath(dst), origin.name, target.name, nbytes, losses)
 
 
-def inspect(path: StrPath) -> Summary:
-    """Tell what a file holds: geometry, tokens, sizes, identity, fidelity. No tensor byte is read."""
-    return inspection.summarise(path)
+def inspect(path: StrPath, *, key: bytes | None = None) -> Summary:
+    """Tell what a file holds: geometry, tokens, sizes, identity, fidelity. No tensor byte is read.
+
+    `key` opens an encrypted file; raise as `load` does.
+    """
+    return inspection.summarise(path, key=key)
 
 
-def verify(path: StrPath, *, progress: Progress | None = None) -> VerifyReport:
-    """Check every byte of a file; damage is reported with tensor and token range, not raised."""
-    return inspection.verify(path, progress=progress)
+def verify(path: StrPath, *, progress: Progress | None = None, key: bytes | None = None) -> VerifyReport:
+    """Check every byte of a file; damage is reported with tensor and token range, not raised.
+
+    An encrypted file is checked without its key too, from outside: damage shows, tampering does not.
+    """
+    return inspection.verify(path, progress=progress, key=key)
 
 
 def repair(path: StrPath, out: StrPath, *, keep_tokens: bool = False, progress: Progress | None = None) -> RepairReport:

@@ -10,34 +10,45 @@ from typing import Any
 import numpy as np
 
 from kvsnap import formats
-from kvsnap.errors import DamagedError, FormatError
-from kvsnap.formats.native import NAME, Damage, NativeFile, VerifyReport, verify_file
+from kvsnap.errors import DamagedError, FormatError, InputError
+from kvsnap.formats.native import NAME, Damage, NativeFile, VerifyReport, is_encrypted, verify_closed, verify_file
 from kvsnap.formats.native.summary import LayerSummary, Stored, Summary, summary_of
 from kvsnap.layout import Layer, Snapshot
 from kvsnap.protocols import Progress
 
-__all__ = ["LayerSummary", "NonFinite", "Stored", "Summary", "non_finite", "summarise", "verify"]
+__all__ = ["LayerSummary", "NonFinite", "Stored", "Summary", "non_finite", "refuse_key", "summarise", "verify"]
 
 
-def summarise(path: str | os.PathLike[str]) -> Summary:
+def summarise(path: str | os.PathLike[str], *, key: bytes | None = None) -> Summary:
     """Summarise a file from its index and tables. Raise as `load` does; damaged tensors are `verify`'s business."""
     found = formats.format_of(path)
     if found.name == NAME:
-        with closing(NativeFile.open(path, mapped=False)) as file:
+        with closing(NativeFile.open(path, mapped=False, key=key)) as file:
             return summary_of(file)
+    refuse_key(found.name, key, path)
     return _foreign_summary(found.load(os.fspath(path), mmap=True), os.fspath(path), found.name)
 
 
-def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) -> VerifyReport:
+def refuse_key(name: str, key: object, path: str | os.PathLike[str] | None = None) -> None:
+    """Raise `InputError` when a key was given for a format that has no encryption."""
+    if key is not None:
+        raise InputError(f"a key was given, but {name} files are not encrypted; only native ones are", path=path)
+
+
+def verify(path: str | os.PathLike[str], *, progress: Progress | None = None, key: bytes | None = None) -> VerifyReport:
     """Check every byte of a file; damage is reported with tensor and token range, not raised.
 
-    Most foreign formats have no checksums: then only the structure can be checked, and a note says so. Raise
-    `MissingError`, `FormatError`, `VersionError`, or `DamagedError` when no commit can be found at all.
+    An encrypted file is checked without its key too, from outside: damage is found, tampering is not. Most foreign
+    formats have no checksums: then only the structure can be checked, and a note says so. Raise `MissingError`,
+    `FormatError`, `VersionError`, or `DamagedError` when no commit can be found at all.
     """
     found = formats.format_of(path)
     if found.name != NAME:
+        refuse_key(found.name, key, path)
         return _foreign_verify(found.load(os.fspath(path), mmap=False), os.fspath(path), found.name, progress)
-    with closing(NativeFile.open(path, mapped=False)) as file:
+    if key is None and is_encrypted(path):
+        return verify_closed(path, progress)
+    with closing(NativeFile.open(path, mapped=False, key=key)) as file:
         return verify_file(file, progress)
 
 

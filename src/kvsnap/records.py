@@ -51,14 +51,15 @@ _U64 = struct.Struct("<Q")
 class Kind:
     """Record kinds, section 4. Numbers on disk: append-only."""
 
-    IDENTITY, LAYOUT, SPAN, STATE, NOTE, INDEX, COMMIT, BASE = 1, 2, 3, 4, 5, 6, 7, 8
+    IDENTITY, LAYOUT, SPAN, STATE, NOTE, INDEX, COMMIT, BASE, KEY = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 
 KIND_NAMES = {value: name for name, value in vars(Kind).items() if name.isupper()}
 WITH_PARTS = (Kind.SPAN, Kind.STATE)
 SNAPSHOT, SESSION = 1, 2
+ENCRYPTED = 1  # required feature bit 0: payloads are sealed under a key
 FORKED = 2  # required feature bit 1: the history starts in another file
-KNOWN_FEATURES = FORKED
+KNOWN_FEATURES = ENCRYPTED | FORKED
 
 
 class ReadAt(Protocol):

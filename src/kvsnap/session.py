@@ -28,6 +28,7 @@ from kvsnap.formats.native.tables import (
     Operation,
 )
 from kvsnap.formats.native.turns import check_continues, merged_geometry, merged_identity, walk, write_turn
+from kvsnap.formats.native.vault import refuse_encrypted
 from kvsnap.formats.native.write import SaveReport, check_counts, report_of
 from kvsnap.identity import Identity
 from kvsnap.layout import Snapshot
@@ -125,10 +126,11 @@ class Session(_Counts):
         """Open a session; with `create` an empty one is made when there is no file.
 
         Raise `BusyError` when another process writes it, `MissingError`, `FormatError`, `VersionError`, `DamagedError`,
-        and `InputError` for a sealed snapshot.
+        `InputError` for a sealed snapshot, and `UnsupportedError` for an encrypted one.
         """
         name = os.path.abspath(os.fspath(path))  # the working directory may change
         if readonly:
+            refuse_encrypted(name)
             file = NativeFile.open(name, mapped=False)
             return cls(Journal(name, None, file), file)
         if create and not os.path.lexists(name):
@@ -136,6 +138,7 @@ class Session(_Counts):
                 write_whole(name, empty_file(), new=True)
         with ExitStack() as undo:
             appender = undo.enter_context(Appender.open(name))
+            refuse_encrypted(name)
             file = undo.enter_context(closing(NativeFile.open(name, mapped=False)))
             if file.sealed:
                 raise InputError(
@@ -234,6 +237,7 @@ class Session(_Counts):
             return self._truncate(n_tokens)
 
     def _truncate(self, n_tokens: int) -> int:
+        self._journal.check_writable()  # also where nothing is to be written: behind a failed sync, no retry succeeds
         now = self._now
         if not 0 <= n_tokens <= now.commit.n_tokens:
             raise InputError(

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 import kvsnap
-from kvsnap.cli import _convert, _copies, _files, _library, _run, _sessions
+from kvsnap.cli import _convert, _copies, _files, _keys, _library, _run, _sessions
 from kvsnap.cli._model import RefusedModelError
 from kvsnap.cli._names import library_option
 from kvsnap.cli._output import CheckFailed, examples
@@ -46,19 +46,15 @@ def root() -> None:
 
     Exit codes: 0 done, 1 a check failed or a bug, 2 wrong usage, 3 missing, 4 not our format, 5 newer version,
     6 damaged, 7 wrong model, 8 context too small, 9 busy, 10 changed meanwhile, 11 extra not installed,
-    12 unsupported, 13 would lose something, 14 storage, 15 reopen first, 130 interrupted.
+    12 unsupported, 13 would lose something, 14 storage, 15 reopen first, 16 key needed, 17 tampered, 130 interrupted.
     """
 
 
-for _command in (
-    *_run.COMMANDS,
-    *_files.COMMANDS,
-    *_sessions.COMMANDS,
-    *_copies.COMMANDS,
-    *_library.COMMANDS,
-    *_convert.COMMANDS,
-    demo,
-):
+_COMMANDS = (
+    *_run.COMMANDS, *_files.COMMANDS, *_sessions.COMMANDS, *_copies.COMMANDS, *_library.COMMANDS, *_convert.COMMANDS,
+    *_keys.COMMANDS, demo,
+)  # fmt: skip
+for _command in _COMMANDS:
     root.add_command(_command)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 import kvsnap
+from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._names import library_option, named, no_name
 from kvsnap.cli._output import emit, examples, json_option, progress, remark, size
 from kvsnap.cli._paths import check_target
@@ -26,11 +27,14 @@ __all__ = ["COMMANDS"]
 @click.option("--allow-loss", is_flag=True, help="Go on although TARGET cannot hold everything.")
 @click.option("--overwrite", is_flag=True, help="Replace TARGET when it is there already.")
 @library_option
+@key_options(writes=True, changes=True)
 @json_option
 @examples(
     "kvsnap convert story.kvsnap story.safetensors --format safetensors",
     "kvsnap convert story.kvsnap story.kv --format mlxkv --codec q8 --allow-loss",
     "kvsnap convert story.kv story.kvsnap",
+    "kvsnap convert story.kvsnap locked.kvsnap --encrypt --key-file ~/.kvsnap-key",
+    "kvsnap convert locked.kvsnap again.kvsnap --key-file old-key --encrypt --new-key-file new-key",
 )
 def convert(
     source: str,
@@ -42,18 +46,22 @@ def convert(
     vocab: int | None,
     allow_loss: bool,
     overwrite: bool,
+    keys: Keys,
     as_json: bool,
 ) -> None:
     """Write what SOURCE holds to TARGET in another format or codec.
 
     The format of SOURCE is judged by its content, never by its name. What TARGET cannot hold (fields, dtypes,
-    precision) is listed; unless --allow-loss is given, nothing is written then and the exit code is 13.
+    precision) is listed; unless --allow-loss is given, nothing is written then and the exit code is 13. TARGET is
+    encrypted with --encrypt only, whatever SOURCE is.
     """
     check_target(target, overwrite=overwrite, option="TARGET")
+    keys.check(target=target, option="TARGET", source=source)
+    saving = keys.saving()
     with progress(f"converting {source}") as report:
         done = kvsnap.convert(
             source, target, format=format_, codec=codec, version=version, byte_order=byte_order, vocab=vocab,
-            allow_loss=allow_loss, progress=report,
+            allow_loss=allow_loss, progress=report, key=keys.of(source), out_key=saving.pop("key", None), **saving,
         )  # fmt: skip
     if as_json:
         emit(done.to_dict())

@@ -11,6 +11,7 @@ from kvsnap.cli._output import count, emit, examples, json_option, progress, rem
 from kvsnap.cli._paths import check_new
 from kvsnap.formats.native.copy import copy_session
 from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.vault import refuse_encrypted
 from kvsnap.library import Library
 
 __all__ = ["COMMANDS"]
@@ -40,6 +41,7 @@ def fork(file: str, new: str, n_tokens: int | None, commit: int | None, as_json:
         _into_library(file, new, n_tokens, commit, as_json=as_json)
         return
     check_new(new)
+    refuse_encrypted(file)
     with closing(NativeFile.open(file, mapped=False)) as opened, progress("copying") as report:
         made = copy_session(opened, new, n_tokens=n_tokens, commit=commit, progress=report)
     for note in made.notes:

@@ -10,6 +10,7 @@ import click
 import numpy as np
 
 import kvsnap
+from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._names import library_option, named, no_name
 from kvsnap.cli._output import (
     CheckFailed,
@@ -25,8 +26,9 @@ from kvsnap.cli._output import (
 )
 from kvsnap.cli._paths import check_target
 from kvsnap.cli._turn import STOPS, is_whole
-from kvsnap.errors import DamagedError, InputError, KvsnapError
+from kvsnap.errors import DamagedError, InputError, KvsnapError, TamperedError
 from kvsnap.files import write_whole
+from kvsnap.formats.native import VerifyReport
 from kvsnap.inspection import Summary
 from kvsnap.layout import Head, Snapshot
 
@@ -40,18 +42,19 @@ QUOTE = '"'
 
 @click.command()
 @click.argument("file", callback=named)
+@key_options()
 @library_option
 @json_option
 @examples(
     "kvsnap info chat.kvsnap",
     "kvsnap info chat.kvsnap --json | jq .n_tokens",
 )
-def info(file: str, as_json: bool) -> None:
+def info(file: str, keys: Keys, as_json: bool) -> None:
     """Tell what FILE holds: model, tokens, sizes, sampler, fidelity.
 
     No tensor is read and no model is needed, so this is quick for any size.
     """
-    summary = kvsnap.inspect(file)
+    summary = kvsnap.inspect(file, key=keys.of(file))
     if as_json:
         emit(summary.to_dict())
         return
@@ -82,6 +85,7 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
         ("file", f"{escape(s.path or '')}"),
         ("use", f"{s.use} ({', '.join(whole)}), {s.format} {s.version}, {count(s.commit, 'commit')}"),
         *([("dialect", escape(s.dialect))] if s.dialect else []),
+        *([("encryption", escape(_encryption(s)))] if s.encryption else []),
         ("created", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.created_ns / 1e9))),
         ("architecture", escape(s.architecture) or "unknown"),
         ("cache", f"{s.num_layers} layers, {s.dtype or 'no tensors'}"),
@@ -102,6 +106,11 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
     if s.dropped:
         made.append(("dropped", f"{size(s.dropped)} behind the last published turn are not part of the history"))
     return made
+
+
+def _encryption(s: Summary) -> str:
+    label = "".join(c if c.isprintable() else "?" for c in s.key_label)
+    return s.encryption + (f", key {QUOTE}{label}{QUOTE}" if label else "")
 
 
 def _runtime(s: Summary) -> list[str]:
@@ -131,6 +140,7 @@ def _sampler_text(s: Summary) -> str:
 @click.option("--prompt-only", is_flag=True, help="Only what was given.")
 @click.option("--generated-only", is_flag=True, help="Only what the model said.")
 @click.option("--model", metavar="NAME", help="Model whose tokenizer makes text of the ids.")
+@key_options()
 @library_option
 @json_option
 @examples(
@@ -138,7 +148,9 @@ def _sampler_text(s: Summary) -> str:
     "kvsnap cat chat.kvsnap --tokens",
     "kvsnap cat chat.kvsnap --generated-only --model smollm2",
 )
-def cat(file: str, as_tokens: bool, prompt_only: bool, generated_only: bool, model: str | None, as_json: bool) -> None:
+def cat(
+    file: str, as_tokens: bool, prompt_only: bool, generated_only: bool, model: str | None, keys: Keys, as_json: bool
+) -> None:
     """Print the text in FILE.
 
     The whole text is stored beside the ids, so no model is needed. A part of it (--prompt-only, --generated-only) is
@@ -146,7 +158,7 @@ def cat(file: str, as_tokens: bool, prompt_only: bool, generated_only: bool, mod
     """
     if prompt_only and generated_only:
         raise click.UsageError("--prompt-only and --generated-only leave nothing")
-    snapshot = kvsnap.load(file)
+    snapshot = kvsnap.load(file, key=keys.of(file))
     wanted = "prompt" if prompt_only else "generated" if generated_only else ""
     runs, start = [], 0
     for run in snapshot.runs:
@@ -196,13 +208,14 @@ def _text(
     callback=no_name,
     help="Write x.npz (k, v, positions), or x.npy as x.k.npy and x.v.npy.",
 )
+@key_options()
 @library_option
 @json_option
 @examples(
     "kvsnap head chat.kvsnap 0 2",
     "kvsnap head chat.kvsnap 0 2 -o head.npz",
 )
-def head(file: str, layer: int, head_: int, output: str | None, as_json: bool) -> None:
+def head(file: str, layer: int, head_: int, output: str | None, keys: Keys, as_json: bool) -> None:
     """Show or export the keys and values of one HEAD of one LAYER (both count from 0).
 
     Keys are as the model uses them, with rope applied. Arrays are float32 [rows, head width].
@@ -211,7 +224,7 @@ def head(file: str, layer: int, head_: int, output: str | None, as_json: bool) -
         if not output.endswith((".npy", ".npz")):
             raise InputError("the ending of the output says its format", expected=".npy or .npz", found=output)
         check_target(output, option="-o")
-    snapshot = kvsnap.load(file)
+    snapshot = kvsnap.load(file, key=keys.of(file))
     found = snapshot.head(layer, head_)
     if found is None:
         heads = snapshot.layers[layer].num_heads
@@ -261,22 +274,24 @@ def _export(found: Head, output: str) -> list[str]:
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", callback=named)
+@key_options()
 @library_option
 @json_option
 @examples(
     "kvsnap verify *.kvsnap",
 )
-def verify(files: tuple[str, ...], as_json: bool) -> None:
+def verify(files: tuple[str, ...], keys: Keys, as_json: bool) -> None:
     """Check every byte of each FILE against its checksum. Changes nothing.
 
     Each damaged place is named with its tensor and the tokens that it takes. Exit code 0 when all is whole, 6 when
-    something live is damaged; a file that cannot be checked at all gives its own code.
+    something live is damaged, 17 when somebody changed an encrypted file; a file that cannot be checked at all gives
+    its own code. Without its key an encrypted file is checked from outside: damage shows, tampering does not.
     """
     results, code = [], 0
     for file in files:
         try:
             with progress(f"verifying {file}") as report:
-                found = kvsnap.verify(file, progress=report)
+                found = kvsnap.verify(file, progress=report, key=keys.of(file))
         except KvsnapError as error:
             results.append({"path": file, "ok": False, "error": error.to_dict()})
             code = code or error.exit_code
@@ -284,12 +299,10 @@ def verify(files: tuple[str, ...], as_json: bool) -> None:
                 remark(f"kvsnap: {error}")
             continue
         results.append(found.to_dict())
-        code = code or (0 if found.ok else DamagedError.exit_code)
+        code = code or (0 if found.ok else TamperedError.exit_code if found.tampered else DamagedError.exit_code)
         if as_json:
             continue
-        verdict = "whole" if found.ok else "DAMAGED"
-        print(f"{file}: {verdict}, {size(found.n_bytes)}, {count(found.n_parts, 'part')}, "
-              f"{count(found.n_commits, 'commit')}, {count(found.n_tokens, 'token')}")  # fmt: skip
+        print(f"{file}: {_verdict(found)}")
         for damage in found.damages:
             print(f"  {damage}")
         for note in found.notes:
@@ -337,6 +350,14 @@ def repair(file: str, output: str, keep_tokens: bool, as_json: bool) -> None:
             print(f"  note: {note}")
     if not done.complete:
         raise CheckFailed(1)
+
+
+def _verdict(found: VerifyReport) -> str:
+    verdict = "whole" if found.ok else "TAMPERED" if found.tampered else "DAMAGED"
+    if not found.opened:
+        return f"{verdict} from outside, {size(found.n_bytes)}, {count(found.n_parts, 'sealed piece')}"
+    inside = (count(found.n_parts, "part"), count(found.n_commits, "commit"), count(found.n_tokens, "token"))
+    return ", ".join((verdict, size(found.n_bytes), *inside))
 
 
 COMMANDS = (info, cat, head, verify, repair)

@@ -7,8 +7,9 @@ import stat
 
 from kvsnap import inspect
 from kvsnap.errors import InputError, KvsnapError, MissingError, StorageError
+from kvsnap.formats.native import is_encrypted
 
-__all__ = ["check_apart", "check_new", "check_session", "check_target"]
+__all__ = ["check_apart", "check_new", "check_session", "check_target", "is_sealed"]
 
 
 def check_target(path: str, *, overwrite: bool = True, option: str = "--save") -> None:
@@ -62,8 +63,13 @@ def check_new(path: str) -> None:
 def check_session(path: str) -> None:
     """Raise as `check_target` does, and `InputError` for a sealed snapshot, which takes no turn."""
     _check_place(path, "--session")
-    if os.path.exists(path) and inspect(path).sealed:
+    if os.path.exists(path) and is_sealed(path):
         raise InputError("a sealed snapshot takes no further turn; a session is needed here", path=path)
+
+
+def is_sealed(path: str) -> bool:
+    """Tell whether a file takes no further turn; an encrypted one does not. Raise as `inspect` does."""
+    return is_encrypted(path) or inspect(path).sealed
 
 
 def check_apart(save: str | None, session: str | None) -> None:

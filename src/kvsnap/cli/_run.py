@@ -15,6 +15,7 @@ import click
 
 import kvsnap
 from kvsnap import inspection
+from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._model import (
     ChosenModel,
     choose_model,
@@ -36,7 +37,7 @@ from kvsnap.cli._names import (
     opened_session,
 )
 from kvsnap.cli._output import CheckFailed, count, emit, examples, json_option, progress, remark, show_table, table
-from kvsnap.cli._paths import check_apart, check_target
+from kvsnap.cli._paths import check_apart, check_target, is_sealed
 from kvsnap.cli._turn import Turn, prompt_ids, restored
 from kvsnap.errors import CompatibilityError, ContextError, FormatError, InputError, MissingError, StorageError
 from kvsnap.identity import Compatibility
@@ -129,6 +130,7 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
     "--session", "session_file", metavar="FILE", callback=named_or_new,
     help="Append the turn to a session, made when it is not there; @NAME is one of the library.",
 )  # fmt: skip
+@key_options(writes=True)
 @_codec
 @_max_tokens
 @model_options
@@ -144,7 +146,7 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
 )
 def generate(
     prompt: str | None, prompt_file: str | None, prompt_ids: str | None, chat: bool, save: str | None, overwrite: bool,
-    session_file: str | None, codec: str | None, max_tokens: int, model: str | None, dtype: str | None,
+    session_file: str | None, keys: Keys, codec: str | None, max_tokens: int, model: str | None, dtype: str | None,
     attention: str | None, sampler: dict[str, Any], as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate PROMPT and generate text, which is printed as it comes; --save keeps the state.
@@ -160,6 +162,7 @@ def generate(
     if session_file is not None:
         check_place_of_session(session_file)
     check_apart(save, session_file)
+    keys.check(target=save, option="--save", session=session_file is not None)
     with ExitStack() as opened:
         session, snapshot = None, None
         if session_file is not None and os.path.lexists(session_file):
@@ -176,7 +179,7 @@ def generate(
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings,
                     metadata={**metadata, "model": chosen.recorded})  # fmt: skip
         turn.run(_ids_of(engine, given, chat=chat), None if back else Sampler(**sampler))
-        turn.store(save=save, codec=codec, session=session, session_file=session_file)
+        turn.store(save=save, codec=codec, session=session, session_file=session_file, locked=keys.saving())
     turn.finish()
 
 
@@ -189,6 +192,7 @@ def generate(
 @click.option("--save", metavar="FILE2", callback=no_name, help="Write a sealed snapshot of the new state.")
 @_overwrite
 @click.option("--append", is_flag=True, help="Append the new turn to FILE, which is a session.")
+@key_options(writes=True)
 @_codec
 @_accept
 @click.option("--refuse-non-finite", "refuse", is_flag=True, help="Restore nothing that holds NaN or infinite values.")
@@ -204,8 +208,9 @@ def generate(
 )
 def resume(
     file: str, prompt: str | None, prompt_file: str | None, prompt_ids: str | None, chat: bool, save: str | None,
-    overwrite: bool, append: bool, codec: str | None, accept: tuple[str, ...], refuse: bool, max_tokens: int,
-    model: str | None, dtype: str | None, attention: str | None, sampler: dict[str, Any], as_json: bool,
+    overwrite: bool, append: bool, keys: Keys, codec: str | None, accept: tuple[str, ...], refuse: bool,
+    max_tokens: int, model: str | None, dtype: str | None, attention: str | None, sampler: dict[str, Any],
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Go on from the last token of FILE, a snapshot or a session, without evaluating its history again.
 
@@ -219,15 +224,17 @@ def resume(
     _check_count(max_tokens)
     if save is not None:
         check_target(save, overwrite=overwrite)
+    keys.check(target=save, option="--save", source=file, session=append)
     with ExitStack() as opened:
         session = None
         if append:
-            if kvsnap.inspect(file).sealed:
+            if is_sealed(file):
                 raise InputError("a sealed snapshot takes no further turn; use --save NEW instead", path=file)
+            keys.refuse(file)
             session = opened.enter_context(opened_session(file, create=False))
             snapshot = session.load()
         else:
-            snapshot = kvsnap.load(file)
+            snapshot = kvsnap.load(file, key=keys.of(file))
             count_as_use(file)
         if not snapshot.tokens and not given:
             raise InputError("nothing to go on from: the file holds no tokens; give a --prompt", path=file)
@@ -239,7 +246,7 @@ def resume(
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings,
                     metadata={**snapshot.metadata, "model": chosen.recorded})  # fmt: skip
         turn.run(_ids_of(engine, given, chat=chat), None)
-        turn.store(save=save, codec=codec, session=session, session_file=None)
+        turn.store(save=save, codec=codec, session=session, locked=keys.saving())
     turn.finish()
 
 
@@ -248,20 +255,22 @@ def resume(
 @_accept
 @model_options
 @library_option
+@key_options()
 @json_option
 @examples(
     "kvsnap check chat.kvsnap --model ./my-model",
     "kvsnap check chat.kvsnap --model ./finetuned --accept weights",
 )
 def check(
-    file: str, accept: tuple[str, ...], model: str | None, dtype: str | None, attention: str | None, as_json: bool
-) -> None:
+    file: str, accept: tuple[str, ...], model: str | None, dtype: str | None, attention: str | None, keys: Keys,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Compare FILE with a model, field by field, without restoring anything; count NaN and infinite values.
 
     Exit code 0 when `kvsnap resume` would go ahead, 7 when it would refuse the model, 8 when the context is too small,
     or full, so that no token could be generated.
     """
-    snapshot = kvsnap.load(file)
+    snapshot = kvsnap.load(file, key=keys.of(file))
     chosen = choose_model(model, snapshot.metadata)
     engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
     with progress("hashing the weights") as report:
@@ -310,20 +319,21 @@ def _show_check(found: Compatibility, chosen: ChosenModel, room: int | None) -> 
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV line for each continuation.")
 @model_options
 @library_option
+@key_options()
 @json_option
 @examples(
     'kvsnap sweep story.kvsnap --sampler greedy --sampler "temperature=0.7,seed=1" --sampler "temperature=1.2,seed=1"',
 )
 def sweep(
     file: str, samplers: Sequence[str], max_tokens: int, accept: tuple[str, ...], as_csv: bool, model: str | None,
-    dtype: str | None, attention: str | None, as_json: bool,
+    dtype: str | None, attention: str | None, keys: Keys, as_json: bool,
 ) -> None:  # fmt: skip
     """Continue FILE under several sampler settings; its history is evaluated for none of them."""
     if as_csv and as_json:
         raise click.UsageError("--csv and --json exclude each other")
     settings = [parse_sampler(text) for text in samplers]
     _check_count(max_tokens)
-    snapshot = kvsnap.load(file)
+    snapshot = kvsnap.load(file, key=keys.of(file))
     count_as_use(file)
     chosen = choose_model(model, snapshot.metadata)
     with refusing(chosen):

@@ -9,10 +9,11 @@ from contextlib import closing
 import click
 
 import kvsnap
+from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._library import show_tree
 from kvsnap.cli._names import Named, library_option, named, no_name, opened_session, shown
 from kvsnap.cli._output import count, emit, examples, json_option, remark, show_table, size, table
-from kvsnap.cli._paths import check_target
+from kvsnap.cli._paths import check_target, is_sealed
 from kvsnap.cli._turn import STOPS, is_whole
 from kvsnap.errors import DamagedError, FormatError, InputError
 from kvsnap.files import Reader
@@ -114,12 +115,13 @@ class _Counting(click.Command):
 )
 @click.option("--overwrite", is_flag=True, help="Let -o replace a snapshot that is there already.")
 @library_option
+@key_options(writes=True)
 @json_option
 @examples(
     "kvsnap truncate chat.kvsnap 1200",
     "kvsnap truncate sealed.kvsnap 1200 -o shorter.kvsnap",
 )
-def truncate(file: str, n_tokens: int, output: str | None, overwrite: bool, as_json: bool) -> None:
+def truncate(file: str, n_tokens: int, output: str | None, overwrite: bool, keys: Keys, as_json: bool) -> None:
     """Go back to the first N tokens of a session.
 
     The cut is one more commit: the turns behind it stay in the file and in `kvsnap log`, and `kvsnap rewind` or
@@ -129,14 +131,16 @@ def truncate(file: str, n_tokens: int, output: str | None, overwrite: bool, as_j
     """
     if n_tokens < 0:
         raise InputError("N is the number of tokens to keep", expected="0 or more", found=n_tokens)
+    keys.check(target=output, option="-o", source=file)
     if output is not None:
         check_target(output, overwrite=overwrite, option="-o")
-        snapshot = kvsnap.load(file)
+        snapshot = kvsnap.load(file, key=keys.of(file))
         before = len(snapshot.tokens)
-        report = kvsnap.save(snapshot.truncate(n_tokens), output)
+        report = kvsnap.save(snapshot.truncate(n_tokens), output, **keys.saving())
         _say_cut(output, before, n_tokens, report.nbytes, as_json=as_json)
         return
     _refuse_sealed(file, f"write its first tokens with: kvsnap truncate {file} {n_tokens} -o NEW")
+    keys.refuse(file)
     with opened_session(file, create=False) as session:
         before, length = session.n_tokens, session.nbytes
         left = session.truncate(n_tokens)
@@ -185,7 +189,7 @@ def rewind(file: str, commit: int, as_json: bool) -> None:
 
 
 def _refuse_sealed(file: str, hint: str) -> None:
-    if kvsnap.inspect(file).sealed:
+    if is_sealed(file):
         raise InputError(f"a sealed snapshot is never changed; {hint}", path=file)
 
 

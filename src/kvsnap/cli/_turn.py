@@ -174,8 +174,11 @@ class Turn:
             warnings=list(self.warnings),
         )
 
-    def store(self, *, save: str | None, codec: str | None, session: Session | None, session_file: str | None) -> None:
-        """Save a snapshot, append to the session (open, or made now), as asked for."""
+    def store(
+        self, *, save: str | None, codec: str | None, session: Session | None, session_file: str | None = None,
+        locked: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Save a snapshot (encrypted as `locked` says), append to the session (open, or made now), as asked for."""
         if save is None and session is None and session_file is None:
             return
         started = time.perf_counter()
@@ -186,7 +189,7 @@ class Turn:
         self.facts["capture_s"] = captured - started
         if save is not None:
             with progress(f"saving {save}") as report:
-                saved = kvsnap.save(snapshot, save, codec=codec, progress=report)
+                saved = kvsnap.save(snapshot, save, codec=codec, progress=report, **locked)
             self.facts["save"] = {**saved.to_dict(), "save_s": time.perf_counter() - captured}
         if session is None and session_file is not None:
             with opened_session(session_file) as made:

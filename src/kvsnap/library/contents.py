@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvsnap.errors import KvsnapError, MissingError, VersionError
+from kvsnap.errors import KeyNeededError, KvsnapError, MissingError, VersionError
 from kvsnap.files import Reader
 from kvsnap.formats import native
 from kvsnap.formats.native import NativeFile
@@ -87,6 +87,8 @@ def read_facts(path: str, file_id: str, before: Facts | None = None) -> Facts | 
     """
     try:
         return _read(path, file_id)
+    except KeyNeededError:
+        return Facts(state=FOREIGN, reason="an encrypted snapshot, where a session is expected")
     except VersionError as error:
         state, reason = NEWER, error.message
     except MissingError as error:

@@ -18,6 +18,7 @@ from kvsnap.formats.native.base import MAX_DEPTH
 from kvsnap.formats.native.copy import CompactReport, compact_report, copy_session, write_compacted
 from kvsnap.formats.native.fork import fork_file
 from kvsnap.formats.native.journal import empty_file
+from kvsnap.formats.native.vault import refuse_encrypted
 from kvsnap.library.place import SESSIONS, Place
 from kvsnap.protocols import Progress
 from kvsnap.session import Session
@@ -57,6 +58,8 @@ def added_file(place: Place, path: str, progress: Progress | None) -> Iterator[C
     Yield what is to be called under the lock: it gives the file its name and returns its id.
     """
     found = formats.format_of(path)
+    if found.name == NAME:
+        refuse_encrypted(path)
     with _unnamed(place) as temporary:
         if found.name == NAME:
             with closing(NativeFile.open(path, mapped=False)) as file:

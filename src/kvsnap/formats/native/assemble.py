@@ -35,7 +35,7 @@ def snapshot_of(file: NativeFile) -> Snapshot:
         text = joined_text(text, schema.parse_text(table.meta, span.file.path, span.payload) if whole else None)
         runs = join_runs(runs, cut_runs(table.runs, entry.n_tokens))
         positions = join_positions(positions, cut_positions(table.positions, entry.n_rows))
-        columns.add(entry, table, span.payload, span.file.reader, mapped=span.file.mapped)
+        columns.add(entry, table, span.payload, span.file.content, mapped=span.file.mapped)
     specs = {spec.id: spec for spec in file.geometry.tensors}
     tensors = {number: _tensor(file, specs[number], columns) for number in columns.tensors}
     replaced, sampler = file.state()

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from kvsnap.errors import DamagedError, FormatError, MissingError, VersionError
+from kvsnap.errors import DamagedError, FormatError, MissingError, UnsupportedError, VersionError
 from kvsnap.files import Reader
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.base import Base, check_parent, missing_parent, parent_path, parse_base
@@ -22,7 +22,18 @@ from kvsnap.formats.native.readers import FileReader
 from kvsnap.formats.native.survey import Patched, Survey, prove_header
 from kvsnap.formats.native.tables import Commit, Entry, Operation, history_digest, parse_index
 from kvsnap.formats.native.verify import Damage
-from kvsnap.records import FOOTER_SIZE, FORKED, RECORD_SIZE, Kind, read_record, read_record_header, record_end
+from kvsnap.records import (
+    ENCRYPTED,
+    FOOTER_SIZE,
+    FORKED,
+    HEADER_SIZE,
+    RECORD_SIZE,
+    FileHeader,
+    Kind,
+    read_record,
+    read_record_header,
+    record_end,
+)
 
 __all__ = ["Findings", "Mended"]
 
@@ -56,6 +67,11 @@ class Mended:
         """Open the last commit, or the one of this offset and digest. Parents are closed by `opened`."""
         self.reader, self.findings, self._opened = reader, findings, opened
         self.header, self.intact = prove_header(reader)
+        if self.header.required & ENCRYPTED or (not self.intact and _starts_with_key(reader, self.header)):
+            raise UnsupportedError(
+                "an encrypted file cannot be repaired: what is sealed is whole or nothing; take a copy",
+                path=reader.path,
+            )
         if not self.intact:
             findings.notes.append(f"{reader.path}: the file header is damaged; the new file has one of its own")
         offset, digest = self._last() if at is None else at
@@ -242,6 +258,13 @@ class Mended:
             if commit.number < number:
                 return
             yield offset, commit
+
+
+def _starts_with_key(reader: FileReader, header: FileHeader) -> bool:
+    try:
+        return read_record_header(reader, header, HEADER_SIZE).kind == Kind.KEY
+    except _BROKEN:
+        return False
 
 
 class _Replayed:

@@ -25,11 +25,13 @@ from kvsnap.formats.native.tables import (
     parse_json,
     parse_table,
 )
+from kvsnap.formats.native.vault import open_vault
 from kvsnap.identity import Identity
 from kvsnap.layout import Snapshot, Tensor
 from kvsnap.records import (
     FORKED,
     HEADER_SIZE,
+    MAX_LENGTH,
     RECORD_SIZE,
     SNAPSHOT,
     End,
@@ -63,14 +65,21 @@ class Span:
 class NativeFile:
     """One open `.kvsnap` file at one commit. Reading takes no lock; a writer that appends does not disturb it."""
 
-    def __init__(self, reader: FileReader, *, mapped: bool = True, at: tuple[int, bytes] | None = None) -> None:
-        """Open at the last commit, or at the one of this offset and digest."""
+    def __init__(
+        self, reader: FileReader, *, mapped: bool = True, at: tuple[int, bytes] | None = None, key: bytes | None = None
+    ) -> None:
+        """Open at the last commit, or at the one of this offset and digest; an encrypted file needs its key."""
         self.reader = reader
         self.header: FileHeader = read_header(reader)
+        self.vault = open_vault(reader, self.header, key)
+        self.content: FileReader = reader if self.vault is None else self.vault
+        """Where the parts are read from, at the offsets that their tables give."""
         self.end: End = find_end(reader, self.header) if at is None else end_at(reader, self.header, *at)
-        self.commit: Commit = parse_commit(self.end.payload, self.path, self.end.footer.commit_offset + RECORD_SIZE)
+        place = self.end.footer.commit_offset
+        payload = self.end.payload if self.vault is None else self.table_of(place, kind=Kind.COMMIT)[0]
+        self.commit: Commit = parse_commit(payload, self.path, place + RECORD_SIZE)
         # A journal may be cut by a later writer, which a mapping would not survive.
-        self.mapped = mapped and self.sealed
+        self.mapped = mapped and self.sealed and self.vault is None
         if self.commit.number != self.end.footer.commit:
             raise FormatError(
                 "COMMIT and its footer disagree", path=self.path, offset=self.end.footer.commit_offset,
@@ -78,19 +87,19 @@ class NativeFile:
             )  # fmt: skip
 
     @staticmethod
-    def open(path: str | os.PathLike[str], *, mapped: bool = True) -> NativeFile:
-        """Open a file. Raise `MissingError`, `FormatError`, `VersionError` or `DamagedError`.
+    def open(path: str | os.PathLike[str], *, mapped: bool = True, key: bytes | None = None) -> NativeFile:
+        """Open a file. Raise `MissingError`, `FormatError`, `VersionError`, `DamagedError` or `KeyNeededError`.
 
         Where a writer cuts off the end that was being looked at (a torn tail, a turn that failed), it is opened again.
         """
         for _ in range(_TRIES):
             reader = Reader(path)
             try:
-                return NativeFile(reader, mapped=mapped)
+                return NativeFile(reader, mapped=mapped, key=key)
             except DamagedError:
                 if os.stat(path).st_size == reader.size:
                     raise
-        return NativeFile(Reader(path), mapped=mapped)
+        return NativeFile(Reader(path), mapped=mapped, key=key)
 
     @property
     def path(self) -> str | None:
@@ -145,12 +154,15 @@ class NativeFile:
         return file
 
     @cached_property
+    def _inherited(self) -> tuple[tuple[NativeFile, tuple[Entry, ...]], ...]:
+        base, parent = self.base, self.parent
+        return () if base is None or parent is None else tuple(kept_stretches(base, parent.stretches, self.path))
+
+    @property
     def stretches(self) -> tuple[tuple[NativeFile, tuple[Entry, ...]], ...]:
         """The live list, cut where it goes from one file into the next: the oldest ancestor first, this file last."""
-        base, parent = self.base, self.parent
-        if base is None or parent is None:
-            return ((self, self.entries),)
-        return (*kept_stretches(base, parent.stretches, self.path), (self, self.entries))
+        # Not kept: a file that held itself would stay open, and take its room, until the garbage collector comes.
+        return (*self._inherited, (self, self.entries))
 
     @property
     def live(self) -> tuple[tuple[NativeFile, Entry], ...]:
@@ -166,9 +178,17 @@ class NativeFile:
 
     # -- what is there ----------------------------------------------------------------------------------------
 
+    def table_of(self, offset: int, *, kind: int | None = None, limit: int = MAX_LENGTH) -> tuple[bytes, int, int]:
+        """Read the table of a record; return it, the length of the payload, and the record's header checksum.
+
+        Of an encrypted file table and length are the plain ones. Raise `DamagedError`, `FormatError`, `TamperedError`.
+        """
+        record, raw = read_record(self.reader, self.header, offset, kind=kind, limit=limit)
+        check = int.from_bytes(record.pack(self.header.salt, offset)[56:], "little")
+        return *((raw, record.length) if self.vault is None else self.vault.table(offset, record, raw)), check
+
     def _payload(self, offset: int, kind: int) -> tuple[bytes, int]:
-        _, payload = read_record(self.reader, self.header, offset, kind=kind, limit=MAX_JSON)
-        return payload, offset + RECORD_SIZE
+        return self.table_of(offset, kind=kind, limit=MAX_JSON)[0], offset + RECORD_SIZE
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -179,7 +199,7 @@ class NativeFile:
         commit = self.commit
         kept: tuple[Entry, ...] = ()
         if commit.index:
-            _, payload = read_record(self.reader, self.header, commit.index, kind=Kind.INDEX)
+            payload, _, _ = self.table_of(commit.index, kind=Kind.INDEX)
             kept = parse_index(payload, self.path, commit.index + RECORD_SIZE)
             if commit.index_kept > len(kept):
                 raise FormatError(
@@ -240,10 +260,9 @@ class NativeFile:
 
     def table_at(self, offset: int, kind: int) -> tuple[ReadTable, int, int]:
         """Read the table of a SPAN or STATE; return it, the offset of its payload, and the record's header checksum."""
-        record, raw = read_record(self.reader, self.header, offset, kind=kind)
-        check = int.from_bytes(record.pack(self.header.salt, offset)[56:], "little")
+        raw, length, check = self.table_of(offset, kind=kind)
         place = offset + RECORD_SIZE
-        return parse_table(raw, record.length, self.path, place), place, check
+        return parse_table(raw, length, self.path, place), place, check
 
     def spans(self) -> Iterator[Span]:
         """Yield the spans of the live list in order, each checked against its entry and the digest of the history."""
@@ -283,7 +302,7 @@ class NativeFile:
             )  # fmt: skip
         sizes, tensors = Sizes(self.geometry.tensors, replaced=True), {}
         for part in table.parts:
-            source = PartSource(file.reader, sizes, part, payload, mapped=file.mapped)
+            source = PartSource(file.content, sizes, part, payload, mapped=file.mapped)
             tensors[part.tensor] = Tensor(source.spec, source, n_rows=part.n_rows, bound=part.bound)
         return tensors, schema.parse_sampler(table.meta, file.path, payload)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -126,10 +127,20 @@ class PartSource:
         if self.mapped:
             data = self.file.map()[self.offset : self.offset + part.stored]
         else:
-            data = memoryview(self.file.read_at(self.offset, part.stored))
+            with self._named():
+                data = memoryview(self.file.read_at(self.offset, part.stored))
         if xxhash.xxh3_64_intdigest(data) != part.checksum:
             raise self.damage()
         return data
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the part in an error of the file, which knows places only."""
+        try:
+            yield
+        except DamagedError as error:
+            error.message = f"{self.what}: {error.message}"
+            raise
 
     def damage(self) -> DamagedError:
         """Return the error that names tensor, rows and place."""
@@ -174,7 +185,8 @@ class PartSource:
         else:
             for at in range(0, len(target), _STEP):
                 piece = target[at : at + _STEP].data
-                self.file.read_into(self.offset + at, piece)
+                with self._named():
+                    self.file.read_into(self.offset + at, piece)
                 digest.update(piece)
         if digest.intdigest() != self.part.checksum:
             raise self.damage()

@@ -45,7 +45,8 @@ class Summary:
 
     `n_prompt + n_generated = n_tokens`; `n_pending` of them are not evaluated. `tensor_bytes` is the decoded size of
     the live tensors, `file_bytes` the length of the file. `stored` is by codec name; `exact` means every live part
-    holds the bits that the engine held. `dropped` counts bytes behind the last published commit.
+    holds the bits that the engine held. `dropped` counts bytes behind the last published commit. `encryption` is the
+    cipher of an encrypted file, `key_label` what it says of its key; both are empty for others.
     """
 
     path: str | None
@@ -82,6 +83,8 @@ class Summary:
     identity: Identity
     metadata: Mapping[str, str] = field(default_factory=dict)
     dialect: str = ""
+    encryption: str = ""
+    key_label: str = ""
     dropped: int = 0
     notes: tuple[str, ...] = ()
 
@@ -163,5 +166,7 @@ def summary_of(file: NativeFile) -> Summary:
         n_spans=len(file.live), has_logits=any(t.role == "logits" for t in replaced.values()), has_text=has_text,
         sampler=sampler, file_bytes=file.reader.size, tensor_bytes=sum(p.decoded for p in parts), stored=stored,
         exact=bound == 0, bound=bound, layers=layers, identity=file.identity, metadata=file.metadata,
+        encryption="" if file.vault is None else file.vault.info.cipher,
+        key_label="" if file.vault is None else file.vault.info.label,
         dropped=file.end.dropped, notes=file.end.notes,
     )  # fmt: skip

@@ -10,10 +10,19 @@ import numpy as np
 import xxhash
 
 from kvsnap import codecs
-from kvsnap.errors import DamagedError, FormatError, KvsnapError, MissingError, UnsupportedError, VersionError
+from kvsnap.errors import (
+    DamagedError,
+    FormatError,
+    KvsnapError,
+    MissingError,
+    TamperedError,
+    UnsupportedError,
+    VersionError,
+)
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.sources import PartSource, Sizes
-from kvsnap.formats.native.tables import ReadTable, parse_commit
+from kvsnap.formats.native.tables import Commit, ReadTable, parse_commit
+from kvsnap.formats.native.vault import check_key_record
 from kvsnap.protocols import Progress
 from kvsnap.records import (
     FOOTER_SIZE,
@@ -21,6 +30,7 @@ from kvsnap.records import (
     RECORD_SIZE,
     WITH_PARTS,
     Kind,
+    ReadAt,
     RecordHeader,
     commit_digest,
     parse_footer,
@@ -40,7 +50,8 @@ class Damage:
     """One damaged place: what it is, the offset of its bytes, and the history it takes with it.
 
     `live` tells whether the current history needs it. `tokens` is the range of tokens `[first, last)` that is lost.
-    `path` names the file where that is another one: the parent of a fork.
+    `path` names the file where that is another one: the parent of a fork. `tampered`: the bytes of an encrypted file
+    are whole, but are not what the owner of the key wrote there.
     """
 
     what: str
@@ -49,6 +60,7 @@ class Damage:
     tensor: str = ""
     tokens: tuple[int, int] | None = None
     path: str | None = None
+    tampered: bool = False
 
     def __str__(self) -> str:
         lost = "" if self.tokens is None else f", tokens [{self.tokens[0]}, {self.tokens[1]})"
@@ -62,7 +74,8 @@ class Damage:
 class VerifyReport:
     """What `verify` found. `ok` is True when every byte of the current history is as it was written.
 
-    `notes` are things to know that lose nothing: a torn tail, damage in records that are no longer live.
+    `notes` are things to know that lose nothing: a torn tail, damage in records that are no longer live. `encryption`
+    names the cipher of an encrypted file; `opened` is False where it was checked without its key, so from outside only.
     """
 
     path: str | None
@@ -75,16 +88,24 @@ class VerifyReport:
     damages: tuple[Damage, ...]
     notes: tuple[str, ...]
     dropped: int = 0
+    encryption: str = ""
+    opened: bool = True
 
     @property
     def ok(self) -> bool:
         """True when nothing live is damaged."""
         return not any(d.live for d in self.damages)
 
+    @property
+    def tampered(self) -> bool:
+        """True when something live was tampered with. Without the key of an encrypted file this cannot be seen."""
+        return any(d.live and d.tampered for d in self.damages)
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready data."""
         return {
             "ok": self.ok,
+            "tampered": self.tampered,
             **{name: getattr(self, name) for name in self.__dataclass_fields__ if name != "damages"},
             "notes": list(self.notes),
             "damages": [
@@ -113,9 +134,9 @@ class _Walk:
         if self.progress is not None:
             self.progress(place, self.file.end.footer.file_length)
 
-    def zero(self, start: int, stop: int, record: int) -> None:
+    def zero(self, start: int, stop: int, record: int, reader: ReadAt | None = None) -> None:
         """Check padding."""
-        if stop > start and any(self.file.reader.read_at(start, stop - start)):
+        if stop > start and any((reader or self.file.reader).read_at(start, stop - start)):
             self.found("padding is not zero", start, record)
 
 
@@ -124,7 +145,7 @@ def _live_records(file: NativeFile, walk: _Walk) -> list[_Walk]:
     commit = file.commit
     walk.live = {
         file.end.footer.commit_offset, commit.identity, commit.layout, commit.state, commit.note, commit.index,
-        commit.base,
+        commit.base, *([HEADER_SIZE] if file.vault else []),
     } - {0}  # fmt: skip
     token, others = 0, []
     for where, entries in file.stretches:
@@ -155,28 +176,33 @@ def _check_parents(walk: _Walk, others: list[_Walk]) -> None:
 def _check_parts(walk: _Walk, offset: int, record: RecordHeader, table: ReadTable) -> None:
     file = walk.file
     specs = {spec.id: spec for spec in file.geometry.tensors}
-    at = offset + RECORD_SIZE + record.table_length
+    at = offset + RECORD_SIZE + table.length_of_table
     for part in table.parts:
         start = offset + RECORD_SIZE + part.offset
-        walk.zero(at, start, offset)
+        walk.zero(at, start, offset, file.content)
         at = start + part.stored
         # A record of an earlier history may have been written under another LAYOUT: its checksums are all there is.
         is_live = offset in walk.live
         spec = specs.get(part.tensor) if is_live else None
         name = spec.name if spec else f"tensor {part.tensor}"
-        digest = xxhash.xxh3_64()
-        for place in range(start, at, _STEP):
-            digest.update(file.reader.read_at(place, min(_STEP, at - place)))
-            walk.told(place)
         tokens = walk.live_tokens.get(offset)
+        rows = f"rows [{part.row_start}, {part.row_start + part.n_rows})"
+        digest = xxhash.xxh3_64()
+        try:
+            for place in range(start, at, _STEP):
+                digest.update(file.content.read_at(place, min(_STEP, at - place)))
+                walk.told(place)
+        except DamagedError as error:
+            walk.found(f"{name} {rows}: {error.message}", error.offset or start, offset, tensor=name, tokens=tokens,
+                       tampered=isinstance(error, TamperedError))  # fmt: skip
+            continue
         if digest.intdigest() != part.checksum:
-            rows = f"rows [{part.row_start}, {part.row_start + part.n_rows})"
             walk.found(f"{name} {rows} does not fit its checksum", start, offset, tensor=name, tokens=tokens)
         elif spec is None and is_live:
             walk.found(f"LAYOUT has no {name}", start, offset, tensor=name, tokens=tokens)
         elif spec is not None and part.codec != codecs.EXACT.id:
             sizes = Sizes(file.geometry.tensors, replaced=record.kind == Kind.STATE)
-            source = PartSource(file.reader, sizes, part, offset + RECORD_SIZE, mapped=False)
+            source = PartSource(file.content, sizes, part, offset + RECORD_SIZE, mapped=False)
             source.read_into(np.empty(source.shape, dtype=numpy_dtype(spec.dtype)))
         walk.n_parts += 1
 
@@ -187,12 +213,17 @@ def _guarded(walk: _Walk, offset: int) -> None:
     except (UnsupportedError, VersionError):
         raise
     except KvsnapError as error:
-        walk.found(error.message, error.offset or offset, offset, tokens=walk.live_tokens.get(offset))
+        walk.found(error.message, error.offset or offset, offset, tokens=walk.live_tokens.get(offset),
+                   tampered=isinstance(error, TamperedError))  # fmt: skip
 
 
 def _check_record(walk: _Walk, offset: int) -> None:
     file = walk.file
     record, raw = read_record(file.reader, file.header, offset)
+    if record.kind == Kind.KEY:
+        check_key_record(file.reader, file.header, offset)
+    else:
+        raw, _, _ = file.table_of(offset)
     end = offset + RECORD_SIZE + record.length
     walk.zero(end, record_end(offset, record), offset)
     if record.kind in WITH_PARTS:
@@ -207,13 +238,26 @@ def _check_commit(walk: _Walk, offset: int, record: RecordHeader, raw: bytes) ->
     file, place = walk.file, record_end(offset, record)
     commit = parse_commit(raw, file.path, offset + RECORD_SIZE)
     footer = parse_footer(file.reader.read_at(place, FOOTER_SIZE), file.header.salt, place)
-    digest = commit_digest(record.pack(file.header.salt, offset), raw)
+    _, stored = read_record(file.reader, file.header, offset)
+    digest = commit_digest(record.pack(file.header.salt, offset), stored)
     if footer is None or footer.digest != digest or footer.commit_offset != offset:
         walk.found("a footer does not fit its COMMIT", place, offset)
     if commit.previous:
-        before, payload = read_record(file.reader, file.header, commit.previous, kind=Kind.COMMIT)
-        if commit_digest(before.pack(file.header.salt, commit.previous), payload) != commit.previous_digest:
-            walk.found("broken history: the previous COMMIT is not the one meant", commit.previous, offset)
+        _check_previous(walk, offset, commit)
+
+
+def _check_previous(walk: _Walk, offset: int, commit: Commit) -> None:
+    """Check the chain of commits. An older COMMIT that is damaged is no loss to the current history."""
+    file, place = walk.file, commit.previous
+    try:
+        before, payload = read_record(file.reader, file.header, place, kind=Kind.COMMIT)
+    except DamagedError:
+        if all(d.offset not in {place, place + RECORD_SIZE} for d in walk.damages):
+            raise  # nothing is damaged there: it is this COMMIT that points astray
+        walk.found("broken history: the previous COMMIT is damaged", place, place)
+        return
+    if commit_digest(before.pack(file.header.salt, place), payload) != commit.previous_digest:
+        walk.found("broken history: the previous COMMIT is not the one meant", place, offset)
 
 
 def _records(walk: _Walk) -> Iterator[tuple[int, RecordHeader]]:
@@ -246,7 +290,8 @@ def verify_file(file: NativeFile, progress: Progress | None = None) -> VerifyRep
     except VersionError:
         raise
     except (DamagedError, FormatError, MissingError) as error:
-        walk.damages.append(Damage(error.message, error.offset or 0, live=True, tokens=(0, file.commit.n_tokens)))
+        lost, tampered = (0, file.commit.n_tokens), isinstance(error, TamperedError)
+        walk.damages.append(Damage(error.message, error.offset or 0, live=True, tokens=lost, tampered=tampered))
     stop = file.end.footer.file_length
     for offset, record in _records(walk):
         walk.n_records += 1
@@ -262,12 +307,14 @@ def verify_file(file: NativeFile, progress: Progress | None = None) -> VerifyRep
         raise
     except (DamagedError, FormatError, MissingError) as error:
         if all(not d.live for d in walk.damages):
-            walk.damages.append(Damage(error.message, error.offset or 0, live=True))
+            tampered = isinstance(error, TamperedError)
+            walk.damages.append(Damage(error.message, error.offset or 0, live=True, tampered=tampered))
+    info = None if file.vault is None else file.vault.info
     notes = list(file.end.notes)
     if file.end.dropped:
         notes.append(f"{file.end.dropped} bytes behind the last published commit are not part of the history")
     return VerifyReport(
         path=file.path, format="native", n_bytes=file.reader.size, n_records=walk.n_records, n_parts=walk.n_parts,
         n_commits=walk.n_commits, n_tokens=file.commit.n_tokens, damages=tuple(walk.damages), notes=tuple(notes),
-        dropped=file.end.dropped,
+        dropped=file.end.dropped, encryption="" if info is None else info.cipher,
     )  # fmt: skip

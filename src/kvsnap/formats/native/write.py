@@ -16,6 +16,7 @@ import xxhash
 from kvsnap import codecs
 from kvsnap.errors import InputError
 from kvsnap.formats.native import schema
+from kvsnap.formats.native.sealed import BodyWriter, Lock, Seal, new_seal, seal_table
 from kvsnap.formats.native.tables import (
     MAX_COUNT,
     MAX_POSITION,
@@ -29,6 +30,8 @@ from kvsnap.formats.native.tables import (
 from kvsnap.layout import Snapshot, Tensor
 from kvsnap.protocols import Encoded, Loss, Progress
 from kvsnap.records import (
+    CRITICAL,
+    ENCRYPTED,
     FOOTER_SIZE,
     HEADER_SIZE,
     RECORD_SIZE,
@@ -103,9 +106,10 @@ class SaveReport:
         return data
 
 
-def new_header(use: int) -> FileHeader:
-    """Return a header with a new file id and salt."""
-    return FileHeader(use, os.urandom(16), int.from_bytes(os.urandom(8), "little"), time.time_ns())
+def new_header(use: int, *, required: int = 0) -> FileHeader:
+    """Return a header with a new file id and salt; `required` are features that a reader has to know."""
+    salt = int.from_bytes(os.urandom(8), "little")
+    return FileHeader(use, os.urandom(16), salt, time.time_ns(), required=required)
 
 
 @dataclass(slots=True)
@@ -163,20 +167,31 @@ def _ahead(work: Sequence[Callable[[], EncodedPart]], overlap: bool) -> Iterator
 class RecordWriter:
     """Writes records one behind the other into a sink, from `offset` on; publishes nothing until `commit`."""
 
-    def __init__(self, sink: Sink, header: FileHeader, *, offset: int, sequence: int, commit: int) -> None:
+    def __init__(
+        self, sink: Sink, header: FileHeader, *, offset: int, sequence: int, commit: int, seal: Seal | None = None
+    ) -> None:
         self.sink = sink
         self.header = header
         self.offset = offset
         self.sequence = sequence
         self.number = commit
+        self.seal = seal
 
     def _header(self, kind: int, length: int, table: bytes) -> bytes:
-        record = RecordHeader(kind, self.sequence, length, self.number, len(table), xxhash.xxh3_64_intdigest(table))
+        flags = CRITICAL if kind == Kind.KEY else 0
+        checksum = xxhash.xxh3_64_intdigest(table)
+        record = RecordHeader(kind, self.sequence, length, self.number, len(table), checksum, flags)
         return record.pack(self.header.salt, self.offset)
+
+    def _sealed(self, kind: int, table: bytes, body: int = 0) -> bytes:
+        """Return a table as it is stored; `body` is the stored length of what follows it."""
+        if self.seal is None or kind == Kind.KEY:
+            return table
+        return seal_table(self.seal, kind, self.sequence, self.number, self.offset, table, body)
 
     def plain(self, kind: int, payload: bytes) -> int:
         """Write a record whose payload is one table; return its offset."""
-        place = self.offset
+        place, payload = self.offset, self._sealed(kind, payload)
         head = self._header(kind, len(payload), payload)
         self.sink.write_at([head, payload, bytes(-len(payload) % 64)], place)
         self.offset = align64(place + RECORD_SIZE + len(payload))
@@ -226,10 +241,12 @@ class RecordWriter:
         length = Table.length(len(table.tokens), len(table.runs), len(table.positions), len(table.meta), n_parts)
         parts: list[Part] = []
         at, done = length, 0
+        sealed = self.seal and BodyWriter(self.seal, self.sink, kind, self.sequence, self.number, place, length)
         for encoded in encodings:
             part = replace(encoded.part, offset=at)
-            padding = bytes(-part.stored % 64)
-            self.sink.write_at([*(_bytes_of(b) for b in encoded.buffers), padding], place + RECORD_SIZE + at)
+            padding = [] if sealed else [bytes(-part.stored % 64)]
+            buffers = [*(_bytes_of(b) for b in encoded.buffers), *padding]
+            (sealed or self.sink).write_at(buffers, place + RECORD_SIZE + at)
             parts.append(part)
             at = align64(at + part.stored)
             done += part.decoded
@@ -237,6 +254,10 @@ class RecordWriter:
                 progress(done, total)
         end = parts[-1].offset + parts[-1].stored if parts else length
         raw = replace(table, parts=tuple(parts)).pack()
+        if sealed:
+            body = sealed.finish()
+            raw = self._sealed(kind, raw, body)
+            end = len(raw) + body
         head = self._header(kind, end, raw)
         self.sink.write_at([head, raw], place)
         self.offset = align64(place + RECORD_SIZE + end)
@@ -245,7 +266,7 @@ class RecordWriter:
 
     def commit(self, commit: Commit) -> Footer:
         """Write COMMIT and footer in one write; return the footer."""
-        place, payload = self.offset, commit.pack()
+        place, payload = self.offset, self._sealed(Kind.COMMIT, commit.pack())
         head = self._header(Kind.COMMIT, len(payload), payload)
         at = align64(place + RECORD_SIZE + len(payload))
         footer = Footer(place, commit.number, at + FOOTER_SIZE, commit_digest(head, payload))
@@ -342,8 +363,9 @@ def write_snapshot(
     codec: str | None = None,
     path: str | None = None,
     progress: Progress | None = None,
+    lock: Lock | None = None,
 ) -> SaveReport:
-    """Write a whole sealed file into an empty sink.
+    """Write a whole sealed file into an empty sink; with `lock` it is encrypted.
 
     Raise `InputError` for a partial capture, counts that contradict each other, or an unknown codec.
     """
@@ -353,9 +375,12 @@ def write_snapshot(
         )
     check_counts(snapshot)
     chosen = codecs.codec_of_name(codec or "exact").name
-    header = new_header(SNAPSHOT)
+    header = new_header(SNAPSHOT, required=ENCRYPTED if lock else 0)
     writer = RecordWriter(sink, header, offset=HEADER_SIZE, sequence=0, commit=1)
     sink.write_at([header.pack()], 0)
+    if lock is not None:
+        writer.seal, about = new_seal(header, lock)
+        writer.plain(Kind.KEY, about)
     identity = writer.plain(Kind.IDENTITY, canonical_json(snapshot.identity.to_dict()))
     layout = writer.plain(Kind.LAYOUT, schema.pack_layout(schema.geometry_of(snapshot)))
     rows = [t for t in snapshot.tensors() if t.spec.growth != "replaced"]
