@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvsnap
+from crash_disk import Disk, Log, in_memory, put_down, read_files, recording, unsynced
 from kvsnap import files
 from kvsnap.library import Library
 from synthetic import snapshot
@@ -85,7 +87,7 @@ def compact(library: Library) -> None:
 START = {"a": (1, 2, 3, 4), "b": (1, 2, 5), "f": (1, 2, 3, 6)}
 CHANGES: dict[str, tuple[Callable[[Library], object], list[dict[str, tuple[int, ...] | None]]]] = {
     "open": (append, [{}, {"new": ()}, {"new": (3, 3)}]),
-    "rename": (lambda library: library.rename("b", "z"), [{}, {"b": None, "z": (1, 2, 5)}]),
+    "rename": (lambda library: library.rename("b", "z"), [{}, {"z": (1, 2, 5)}, {"b": None, "z": (1, 2, 5)}]),
     "remove": (lambda library: library.remove("b"), [{}, {"b": None}]),
     "remove fork": (lambda library: library.remove("f"), [{}, {"f": None}]),
     "remove damaged": (lambda library: library.remove("c"), [{}]),
@@ -133,6 +135,40 @@ def test_killed_at_any_step_nothing_is_torn(tmp_path: Path, what: str) -> None:
     assert moment > 2
     assert met[0] == allowed[0]
     assert met[-1] == allowed[-1]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_whatever_a_power_cut_leaves_is_the_library_before_or_after(what: str) -> None:
+    act, outcomes = CHANGES[what]
+    allowed = [{n: t for n, t in {**START, **changes}.items() if t is not None} for changes in outcomes]
+    rng = np.random.default_rng(7)
+    with in_memory() as place, unsynced():
+        root, left = place / "l", place / "left"
+        make(root)
+        (root / "catalogue.sqlite").unlink()
+        before, directories = read_files(root), [str(p) for p in (root, *root.rglob("*")) if p.is_dir()]
+        log = Log()
+        with recording(log), Library(root) as library:
+            act(library)
+        disk, seen, n_states = Disk(before, directories), set(), 0
+        for done in range(len(log.entries) + 1):
+            for kind, found in disk.states(rng, 1):
+                kept = {os.path.relpath(p, root): data for p, data in found.items() if "catalogue" not in p}
+                key = hash(frozenset(kept.items()))
+                if key in seen and done < len(log.entries):
+                    continue
+                seen.add(key)
+                n_states += 1
+                shutil.rmtree(left, ignore_errors=True)
+                put_down(kept, left)
+                met = histories(left)
+                assert met in (allowed[-1:] if done == len(log.entries) else allowed), (what, done, kind)
+                with Library(left) as library:
+                    problems = {f.kind for f in library.check().findings if f.is_problem} - {"permissions"}
+                    assert problems <= {"orphan", "damaged", "set apart"}, (what, done, kind, problems)
+            if done < len(log.entries):
+                disk.apply(log.entries[done])
+    assert n_states > 5
 
 
 def test_a_full_disk_does_not_keep_a_library_from_making_room(tmp_path: Path) -> None:
