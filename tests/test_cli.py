@@ -83,7 +83,8 @@ def test_every_command_explains_itself_with_examples(kv: Call) -> None:
     assert kv("--help").code == 0
     assert set(root.commands) == {
         "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo",
-        "convert", "repair", "keygen", "rewind", "fork", "compact",
+        "convert", "fork", "compact", "rewind", "ls", "find", "rm", "rename", "pin", "unpin", "prune", "collect",
+        "doctor", "repair", "keygen",
     }  # fmt: skip
     for name, command in root.commands.items():
         shown = kv(name, "--help")
@@ -102,8 +103,8 @@ def test_the_page_of_the_docs_names_every_command_and_option() -> None:
         text = section[1].split("\n## ", 1)[0]
         for option in command.params:
             if isinstance(option, click.Option) and option.name not in ("as_json", "help"):
-                shared = {"model", "dtype", "attention", "accept", "max_tokens", "codec"} | set(Sampler.__slots__)
-                shared |= {"key_file", "key_command", "encrypt", "cipher", "key_label"}
+                shared = {"model", "dtype", "attention", "accept", "max_tokens", "codec", "library"}
+                shared |= {"key_file", "key_command", "encrypt", "cipher", "key_label", *Sampler.__slots__}
                 where = page if option.name in shared else text
                 assert f"`{option.opts[-1]}" in where or f"{option.opts[0]}" in where, (name, option.opts)
 

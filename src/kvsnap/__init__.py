@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
+    from kvsnap.library import Library
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
 
@@ -42,6 +43,7 @@ __all__ = [
     "Identity",
     "KvsnapError",
     "Layer",
+    "Library",
     "LossReport",
     "Restored",
     "Sampler",
@@ -70,11 +72,14 @@ __all__ = [
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
 _HOMES = ("api", "errors", "identity", "layout", "protocols", "session")
+_LATER = {"Library": "library"}  # not needed by most programs, so loaded for itself
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _LATER:
+        return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
     for home in _HOMES:  # the functions first: they tell `Snapshot.save` how to save
         module = import_module(f"{__name__}.{home}")
         globals().update({known: getattr(module, known) for known in __all__ if known in vars(module)})

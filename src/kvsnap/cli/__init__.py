@@ -18,8 +18,9 @@ from typing import Any
 import click
 
 import kvsnap
-from kvsnap.cli import _convert, _copies, _files, _keys, _run, _sessions
+from kvsnap.cli import _convert, _copies, _files, _keys, _library, _run, _sessions
 from kvsnap.cli._model import RefusedModelError
+from kvsnap.cli._names import library_option
 from kvsnap.cli._output import CheckFailed, examples
 from kvsnap.cli._turn import INTERRUPTED, interruption
 from kvsnap.cli.demo import demo
@@ -31,6 +32,7 @@ _BROKEN_PIPE, _USAGE = 141, 2
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@library_option
 @click.version_option(kvsnap.__version__, prog_name="kvsnap")
 @examples(
     'kvsnap generate "Once upon a time" --save story.kvsnap',
@@ -49,7 +51,8 @@ def root() -> None:
 
 
 _COMMANDS = (
-    *_run.COMMANDS, *_files.COMMANDS, *_sessions.COMMANDS, *_copies.COMMANDS, *_convert.COMMANDS, *_keys.COMMANDS, demo,
+    *_run.COMMANDS, *_files.COMMANDS, *_sessions.COMMANDS, *_copies.COMMANDS, *_library.COMMANDS, *_convert.COMMANDS,
+    *_keys.COMMANDS, demo,
 )  # fmt: skip
 for _command in _COMMANDS:
     root.add_command(_command)

@@ -6,6 +6,7 @@ import click
 
 import kvsnap
 from kvsnap.cli._keys import Keys, key_options
+from kvsnap.cli._names import library_option, named, no_name
 from kvsnap.cli._output import emit, examples, json_option, progress, remark, size
 from kvsnap.cli._paths import check_target
 from kvsnap.formats import NAMES
@@ -14,8 +15,8 @@ __all__ = ["COMMANDS"]
 
 
 @click.command()
-@click.argument("source")
-@click.argument("target")
+@click.argument("source", callback=named)
+@click.argument("target", callback=no_name)
 @click.option("--format", "format_", metavar="NAME", help=f"Format of TARGET: {', '.join(NAMES)}.  [default: native]")
 @click.option(
     "--codec", metavar="NAME", help="How values are stored: exact, q8 (native); float32, q8, native (mlxkv)..."
@@ -25,6 +26,7 @@ __all__ = ["COMMANDS"]
 @click.option("--vocab", type=int, help="Size of the vocabulary, where TARGET stores it and SOURCE does not (colikv).")
 @click.option("--allow-loss", is_flag=True, help="Go on although TARGET cannot hold everything.")
 @click.option("--overwrite", is_flag=True, help="Replace TARGET when it is there already.")
+@library_option
 @key_options(writes=True, changes=True)
 @json_option
 @examples(

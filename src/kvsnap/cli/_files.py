@@ -11,6 +11,7 @@ import numpy as np
 
 import kvsnap
 from kvsnap.cli._keys import Keys, key_options
+from kvsnap.cli._names import library_option, named, no_name
 from kvsnap.cli._output import (
     CheckFailed,
     count,
@@ -40,8 +41,9 @@ QUOTE = '"'
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", callback=named)
 @key_options()
+@library_option
 @json_option
 @examples(
     "kvsnap info chat.kvsnap",
@@ -133,12 +135,13 @@ def _sampler_text(s: Summary) -> str:
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", callback=named)
 @click.option("--tokens", "as_tokens", is_flag=True, help="Print token ids, one line for each run.")
 @click.option("--prompt-only", is_flag=True, help="Only what was given.")
 @click.option("--generated-only", is_flag=True, help="Only what the model said.")
 @click.option("--model", metavar="NAME", help="Model whose tokenizer makes text of the ids.")
 @key_options()
+@library_option
 @json_option
 @examples(
     "kvsnap cat chat.kvsnap",
@@ -195,11 +198,18 @@ def _text(
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", callback=named)
 @click.argument("layer", type=int)
 @click.argument("head_", metavar="HEAD", type=int)
-@click.option("-o", "--output", metavar="PATH", help="Write x.npz (k, v, positions), or x.npy as x.k.npy and x.v.npy.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="PATH",
+    callback=no_name,
+    help="Write x.npz (k, v, positions), or x.npy as x.k.npy and x.v.npy.",
+)
 @key_options()
+@library_option
 @json_option
 @examples(
     "kvsnap head chat.kvsnap 0 2",
@@ -263,8 +273,9 @@ def _export(found: Head, output: str) -> list[str]:
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", callback=named)
 @key_options()
+@library_option
 @json_option
 @examples(
     "kvsnap verify *.kvsnap",
@@ -306,9 +317,13 @@ def verify(files: tuple[str, ...], keys: Keys, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("file")
-@click.option("-o", "--output", metavar="NEW", required=True, help="Name of the new file; nothing may be there yet.")
+@click.argument("file", callback=named)
+@click.option(
+    "-o", "--output", metavar="NEW", required=True, callback=no_name,
+    help="Name of the new file; nothing may be there yet.",
+)  # fmt: skip
 @click.option("--tokens", "keep_tokens", is_flag=True, help="Keep the ids behind the damage, to be evaluated again.")
+@library_option
 @json_option
 @examples(
     "kvsnap repair chat.kvsnap -o mended.kvsnap",

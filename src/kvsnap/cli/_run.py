@@ -27,14 +27,22 @@ from kvsnap.cli._model import (
     sampler_options,
     sampler_state,
 )
+from kvsnap.cli._names import (
+    check_place_of_session,
+    count_as_use,
+    library_option,
+    named,
+    named_or_new,
+    no_name,
+    opened_session,
+)
 from kvsnap.cli._output import CheckFailed, count, emit, examples, json_option, progress, remark, show_table, table
-from kvsnap.cli._paths import check_apart, check_session, check_target, is_sealed
+from kvsnap.cli._paths import check_apart, check_target, is_sealed
 from kvsnap.cli._turn import Turn, prompt_ids, restored
 from kvsnap.errors import CompatibilityError, ContextError, FormatError, InputError, MissingError, StorageError
 from kvsnap.identity import Compatibility
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine
-from kvsnap.session import Session
 
 __all__ = ["COMMANDS"]
 
@@ -116,20 +124,25 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
 @click.option("--prompt-file", metavar="PATH", help="Read the prompt from a file (- for stdin).")
 @_ids
 @_chat
-@click.option("--save", metavar="FILE", help="Write a sealed snapshot of the state at the end.")
+@click.option("--save", metavar="FILE", callback=no_name, help="Write a sealed snapshot of the state at the end.")
 @_overwrite
-@click.option("--session", "session_file", metavar="FILE", help="Append the turn to a session; made when not there.")
+@click.option(
+    "--session", "session_file", metavar="FILE", callback=named_or_new,
+    help="Append the turn to a session, made when it is not there; @NAME is one of the library.",
+)  # fmt: skip
 @key_options(writes=True)
 @_codec
 @_max_tokens
 @model_options
 @sampler_options
+@library_option
 @json_option
 @examples(
     'kvsnap generate "Once upon a time" --save story.kvsnap',
     "kvsnap generate --prompt-file report.txt --max-tokens 1 --save report.kvsnap",
     'kvsnap generate "Name three rivers." --chat --session chat.kvsnap',
     'kvsnap generate "And their lengths?" --chat --session chat.kvsnap',
+    'kvsnap generate "Name three rivers." --chat --session @rivers      # a session of the library',
 )
 def generate(
     prompt: str | None, prompt_file: str | None, prompt_ids: str | None, chat: bool, save: str | None, overwrite: bool,
@@ -147,13 +160,13 @@ def generate(
     if save is not None:
         check_target(save, overwrite=overwrite)
     if session_file is not None:
-        check_session(session_file)
+        check_place_of_session(session_file)
     check_apart(save, session_file)
     keys.check(target=save, option="--save", session=session_file is not None)
     with ExitStack() as opened:
         session, snapshot = None, None
         if session_file is not None and os.path.lexists(session_file):
-            session = opened.enter_context(Session.open(session_file, create=False))
+            session = opened.enter_context(opened_session(session_file, create=False))
             snapshot = session.load()
         metadata = {} if snapshot is None else snapshot.metadata
         chosen = opened.enter_context(refusing(choose_model(model, metadata)))
@@ -171,12 +184,12 @@ def generate(
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", callback=named)
 @click.option("--prompt", metavar="TEXT", help="Evaluate this text first.")
 @click.option("--prompt-file", metavar="PATH", help="Read that text from a file (- for stdin).")
 @_ids
 @_chat
-@click.option("--save", metavar="FILE2", help="Write a sealed snapshot of the new state.")
+@click.option("--save", metavar="FILE2", callback=no_name, help="Write a sealed snapshot of the new state.")
 @_overwrite
 @click.option("--append", is_flag=True, help="Append the new turn to FILE, which is a session.")
 @key_options(writes=True)
@@ -186,6 +199,7 @@ def generate(
 @_max_tokens
 @model_options
 @sampler_options
+@library_option
 @json_option
 @examples(
     "kvsnap resume story.kvsnap",
@@ -217,10 +231,11 @@ def resume(
             if is_sealed(file):
                 raise InputError("a sealed snapshot takes no further turn; use --save NEW instead", path=file)
             keys.refuse(file)
-            session = opened.enter_context(Session.open(file, create=False))
+            session = opened.enter_context(opened_session(file, create=False))
             snapshot = session.load()
         else:
             snapshot = kvsnap.load(file, key=keys.of(file))
+            count_as_use(file)
         if not snapshot.tokens and not given:
             raise InputError("nothing to go on from: the file holds no tokens; give a --prompt", path=file)
         chosen = opened.enter_context(refusing(choose_model(model, snapshot.metadata)))
@@ -236,9 +251,10 @@ def resume(
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", callback=named)
 @_accept
 @model_options
+@library_option
 @key_options()
 @json_option
 @examples(
@@ -293,7 +309,7 @@ def _show_check(found: Compatibility, chosen: ChosenModel, room: int | None) -> 
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", callback=named)
 @click.option(
     "--sampler", "samplers", multiple=True, required=True, metavar="SETTINGS",
     help='As "temperature=0.7,top_p=0.9,seed=1", or "greedy"; once for each continuation.',
@@ -302,6 +318,7 @@ def _show_check(found: Compatibility, chosen: ChosenModel, room: int | None) -> 
 @_accept
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV line for each continuation.")
 @model_options
+@library_option
 @key_options()
 @json_option
 @examples(
@@ -317,6 +334,7 @@ def sweep(
     settings = [parse_sampler(text) for text in samplers]
     _check_count(max_tokens)
     snapshot = kvsnap.load(file, key=keys.of(file))
+    count_as_use(file)
     chosen = choose_model(model, snapshot.metadata)
     with refusing(chosen):
         engine = open_engine(chosen.name, dtype, attention, snapshot.identity)

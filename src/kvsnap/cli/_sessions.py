@@ -10,6 +10,8 @@ import click
 
 import kvsnap
 from kvsnap.cli._keys import Keys, key_options
+from kvsnap.cli._library import show_tree
+from kvsnap.cli._names import Named, library_option, named, no_name, opened_session, shown
 from kvsnap.cli._output import count, emit, examples, json_option, remark, show_table, size, table
 from kvsnap.cli._paths import check_target, is_sealed
 from kvsnap.cli._turn import STOPS, is_whole
@@ -28,16 +30,27 @@ __all__ = ["COMMANDS"]
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", required=False, callback=named)
+@click.option("--tree", is_flag=True, help="Show the forks of the library, or of the session @NAME, as a tree.")
+@library_option
 @json_option
 @examples(
     "kvsnap log chat.kvsnap",
+    "kvsnap log @chat",
+    "kvsnap log --tree                   # which session of the library starts in which",
 )
-def log(file: str, as_json: bool) -> None:
+def log(file: str | None, tree: bool, as_json: bool) -> None:
     """List the turns of a session, oldest first: what each did, and whether it was complete or cut off, and why.
 
     A turn is complete when the model ended it; one that --max-tokens, a full context or Ctrl-C ended is cut off.
     """
+    if tree:
+        if file is not None and not isinstance(file, Named):
+            raise click.UsageError("--tree shows the library: give no FILE, or @NAME")
+        show_tree(None if file is None else file.name, as_json=as_json)
+        return
+    if file is None:
+        raise click.UsageError("Missing argument 'FILE'.")
     with Session.open(file, create=False, readonly=True) as session:
         turns, notes, dropped = session.history, list(session.notes), session.dropped
     stops = _stops(file)
@@ -95,10 +108,13 @@ class _Counting(click.Command):
 
 
 @click.command(cls=_Counting)
-@click.argument("file")
+@click.argument("file", callback=named)
 @click.argument("n_tokens", metavar="N", type=int)
-@click.option("-o", "--output", metavar="NEW", help="Write a sealed snapshot of the first N tokens instead.")
+@click.option(
+    "-o", "--output", metavar="NEW", callback=no_name, help="Write a sealed snapshot of the first N tokens instead."
+)
 @click.option("--overwrite", is_flag=True, help="Let -o replace a snapshot that is there already.")
+@library_option
 @key_options(writes=True)
 @json_option
 @examples(
@@ -125,14 +141,15 @@ def truncate(file: str, n_tokens: int, output: str | None, overwrite: bool, keys
         return
     _refuse_sealed(file, f"write its first tokens with: kvsnap truncate {file} {n_tokens} -o NEW")
     keys.refuse(file)
-    with Session.open(file, create=False) as session:
+    with opened_session(file, create=False) as session:
         before, length = session.n_tokens, session.nbytes
         left = session.truncate(n_tokens)
-        _say_cut(file, before, left, session.nbytes - length, as_json=as_json)
+        _say_cut(shown(file), before, left, session.nbytes - length, as_json=as_json)
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", callback=named)
+@library_option
 @json_option
 @examples(
     "kvsnap reset chat.kvsnap",
@@ -144,15 +161,16 @@ def reset(file: str, as_json: bool) -> None:
     compacted.
     """
     _refuse_sealed(file, "delete the file instead")
-    with Session.open(file, create=False) as session:
+    with opened_session(file, create=False) as session:
         before, length = session.n_tokens, session.nbytes
         session.reset()
-        _say_cut(file, before, 0, session.nbytes - length, as_json=as_json)
+        _say_cut(shown(file), before, 0, session.nbytes - length, as_json=as_json)
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", callback=named)
 @click.argument("commit", metavar="COMMIT", type=click.IntRange(min=1))
+@library_option
 @json_option
 @examples(
     "kvsnap log chat.kvsnap             # which commits there are",
@@ -164,10 +182,10 @@ def rewind(file: str, commit: int, as_json: bool) -> None:
     It is one more commit: the others stay in the file, and you can go back to them in the same way.
     """
     _refuse_sealed(file, "it has one commit only")
-    with Session.open(file, create=False) as session:
+    with opened_session(file, create=False) as session:
         before, length = session.n_tokens, session.nbytes
         left = session.rewind(commit)
-        _say_cut(file, before, left, session.nbytes - length, as_json=as_json)
+        _say_cut(shown(file), before, left, session.nbytes - length, as_json=as_json)
 
 
 def _refuse_sealed(file: str, hint: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import kvsnap
 from kvsnap.api import Restored
+from kvsnap.cli._names import opened_session
 from kvsnap.cli._output import (
     CheckFailed,
     OutputLostError,
@@ -191,7 +192,7 @@ class Turn:
                 saved = kvsnap.save(snapshot, save, codec=codec, progress=report, **locked)
             self.facts["save"] = {**saved.to_dict(), "save_s": time.perf_counter() - captured}
         if session is None and session_file is not None:
-            with Session.open(session_file) as made:
+            with opened_session(session_file) as made:
                 self._append(made, snapshot, codec)
         elif session is not None:
             self._append(session, snapshot, codec)

@@ -11,7 +11,6 @@ a lock; the rest is best effort.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import stat
@@ -41,6 +40,7 @@ __all__ = [
     "Writer",
     "fsync_directory",
     "make_directory",
+    "move",
     "remove",
     "remove_left",
     "replacing",
@@ -89,17 +89,7 @@ def fsync_directory(path: StrPath) -> None:
     Raise MissingError, or StorageError.
     """
     text = system.path_text(path)
-    if sys.platform == "win32":
-        return
-    try:
-        fd = os.open(text, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:  # what file systems answer that can't
-            raise translate(error, text, "sync directory") from error
+    system.sync_directory(text)
     _note("fsync-dir", text)
 
 
@@ -152,6 +142,19 @@ def remove(path: StrPath, *, sync: bool = True) -> None:
     _note("unlink", text)
     if sync:
         fsync_directory(os.path.dirname(text) or ".")
+
+
+def move(path: StrPath, target: StrPath) -> None:
+    """Give the file `path` the name `target`, in any directory of the same file system, durably. No byte is copied.
+
+    A symbolic link is moved, not followed. A file under `target` is replaced: who must not do that looks first, under
+    a lock. Raise MissingError, InputError (a directory), or StorageError.
+    """
+    old, new = system.path_text(path), system.path_text(target)
+    system.rename(old, new)
+    _note("rename", old, data=os.fsencode(new))
+    for directory in dict.fromkeys((os.path.dirname(new) or ".", os.path.dirname(old) or ".")):
+        fsync_directory(directory)
 
 
 # -- whole files -------------------------------------------------------------------------------------------

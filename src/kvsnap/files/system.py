@@ -237,6 +237,31 @@ def sync(fd: int, path: str, *, data_only: bool) -> None:
         raise translate(error, path, "sync") from error
 
 
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable, where the system and the file system can."""
+    if sys.platform == "win32":
+        return
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:  # what file systems answer that can't
+            raise translate(error, path, "sync directory") from error
+
+
+def rename(path: str, target: str) -> None:
+    """Give a file another name, in place of the file that has it; not a directory."""
+    try:
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            raise InputError("cannot move: this is a directory", path=path)
+        os.replace(path, target)
+    except OSError as error:
+        raise translate(error, path, "move") from error
+
+
 @cache
 def _fallocate() -> Callable[[int, int, int, int], int] | None:
     # Not os.posix_fallocate: where the file system cannot, the C library would write to every block instead.

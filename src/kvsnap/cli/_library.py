@@ -1,0 +1,360 @@
+"""Commands on a library of sessions, none of which needs a model: ls, find, rm, rename, pin, prune, collect, doctor."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterable
+
+import click
+
+import kvsnap
+from kvsnap import formats
+from kvsnap.cli._names import library_option, library_path, named, open_existing
+from kvsnap.cli._output import CheckFailed, count, emit, examples, json_option, remark, show_table, size, table
+from kvsnap.errors import FormatError, InputError, MissingError, StorageError
+from kvsnap.files import Reader
+from kvsnap.identity import Identity
+from kvsnap.library import Branch, Entry, Evicted, Library
+
+__all__ = ["COMMANDS", "show_tree"]
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30,
+          "ti": 2**40}  # fmt: skip
+
+
+def _n_bytes(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
+    """Return the number in a size as 20GB, 500 MB, 1.5GiB, 1000000; a callback for click. Raise `InputError`."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"([0-9]+)(\.[0-9]+)?\s*([kmgt]i?)?b?", value.strip().lower())
+    if found is None or len(found[1]) > 18:
+        raise InputError("not a size", expected="a number of bytes, as 20GB, 1.5GiB or 1000000", found=value)
+    unit = _UNITS[found[3] or ""]
+    return int(found[1]) * unit + int(float(found[2] or 0) * unit)
+
+
+def _plain(name: str) -> str:
+    """Return a name that may be typed with or without @."""
+    return name.removeprefix("@")
+
+
+def _when(time_ns: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_ns / 1e9)) if time_ns else ""
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@library_option
+@json_option
+@examples(
+    "kvsnap ls",
+    "kvsnap ls --library ./sessions --json | jq '.sessions[].name'",
+)
+def ls(as_json: bool) -> None:
+    """List the sessions of the library, by name.
+
+    A fork shares the history that it starts with: `size` is that of its own file, `in all` with all that it needs.
+    """
+    with open_existing() as library:
+        entries, limit, total, over = library.list(), library.max_bytes, library.nbytes, library.overrun
+    if as_json:
+        emit({"path": library.path, "max_bytes": limit, "nbytes": total, "overrun": over,
+              "sessions": [entry.to_dict() for entry in entries]})  # fmt: skip
+        return
+    made = table("name", "tokens", "turns", "size", "in all", "used", "made with", "", right=("tokens", "turns", "size",
+                 "in all"))  # fmt: skip
+    for e in entries:
+        made.add_row(*_row(e))
+    show_table(made)
+    told = "no limit" if limit is None else f"limit {size(limit)}" + (f", {size(over)} over" if over else "")
+    remark(f"{count(len(entries), 'session')}, {size(total)}, {told}")
+
+
+def _row(e: Entry) -> Iterable[str]:
+    from rich.markup import escape
+
+    notes = [] if e.state == "ok" else [f"[bold]{e.state}[/bold]"]
+    notes += ["pinned"] if e.pinned else []
+    notes += [f"fork of {', '.join(e.parent_names) or 'a removed session'}"] if e.parent else []
+    notes += [] if e.complete else ["last turn cut off"]
+    known = e.state == "ok"
+    return (
+        escape(e.name), f"{e.n_tokens:,}" if known else "", f"{e.n_commits:,}" if known else "",
+        size(e.own_bytes) if e.own_bytes else "", size(e.nbytes) if e.nbytes else "", _when(e.last_use_ns),
+        escape(e.identity), escape(", ".join(notes)) if known else ", ".join([notes[0], *map(escape, notes[1:])]),
+    )  # fmt: skip
+
+
+def show_tree(name: str | None, *, as_json: bool) -> None:
+    """Print the forks of the library as a tree; of one session only the tree that it stands in."""
+    with open_existing() as library:
+        roots = library.tree()
+        if name is not None:
+            library.session_path(name)
+            roots = tuple(root for root in roots if _holds(root, name))
+    if as_json:
+        emit({"path": library.path, "tree": [root.to_dict() for root in roots]})
+        return
+    for root in roots:
+        for depth, last, branch in _walk(root):
+            lead = "".join("    " if ended else "|   " for ended in last[:-1]) + ("`-- " if last[-1] else "|-- ")
+            names = ", ".join(branch.names) or "(no name)"
+            state = "" if branch.state == "ok" else f", {branch.state}"
+            told = f"{names}  {count(branch.n_tokens, 'token')}, {size(branch.own_bytes)}{state}"
+            print(told if not depth else f"{lead}{told}")
+
+
+def _holds(branch: Branch, name: str) -> bool:
+    return any(name in b.names for _, _, b in _walk(branch))
+
+
+def _walk(root: Branch) -> Iterable[tuple[int, tuple[bool, ...], Branch]]:
+    stack: list[tuple[tuple[bool, ...], Branch]] = [((), root)]
+    while stack:
+        last, branch = stack.pop()
+        yield len(last), last or (True,), branch
+        n = len(branch.forks)
+        stack += [((*last, i == n - 1), fork) for i, fork in reversed(list(enumerate(branch.forks)))]
+
+
+@click.command()
+@click.option("--tokens-from", "source", metavar="FILE", required=True, callback=named,
+              help="A file of kvsnap or another format, @NAME, or a text file of token ids (- for stdin).")  # fmt: skip
+@library_option
+@json_option
+@examples(
+    "kvsnap find --tokens-from other.kvsnap",
+    'echo "1 2 3" | kvsnap find --tokens-from -',
+)
+def find(source: str, as_json: bool) -> None:
+    """Find the session whose history agrees longest with some token ids, from the start.
+
+    Of a file that says which model it is of, only sessions count that this model can go on with. No tensor is read.
+    Exit code 3 when no session agrees.
+    """
+    tokens, identity = _tokens_of(source)
+    with open_existing() as library:
+        found = library.find(tokens, identity)
+    if as_json:
+        emit({"path": library.path, "n_tokens": len(tokens), "found": found.to_dict() if found else None})
+    elif found is None:
+        remark(f"no session agrees with these {count(len(tokens), 'token')}")
+    else:
+        print(f"{found.name}: {found.n_tokens:,} of {count(len(tokens), 'token')} agree, "
+              f"{count(found.n_rows, 'row')} can be reused by a cut to {count(found.keep, 'token')}")  # fmt: skip
+    if found is None:
+        raise CheckFailed(MissingError.exit_code)
+
+
+def _tokens_of(source: str) -> tuple[tuple[int, ...], Identity | None]:
+    if source != "-":
+        try:
+            found = formats.format_of(source)
+        except FormatError:
+            pass
+        else:
+            snapshot = found.load(source, mmap=False)
+            known = snapshot.identity if snapshot.identity.weights else None
+            return snapshot.tokens, known
+    words = re.split(r"[,\s]+", _text(source).strip(" ,[]\n"))
+    if not all(re.fullmatch(r"[0-9]+", word) for word in words):
+        raise FormatError("neither a file that kvsnap reads nor a text of token ids", path=source)
+    return tuple(int(word) for word in words), None
+
+
+def _text(source: str) -> str:
+    try:
+        if source == "-":
+            return sys.stdin.read()
+        with Reader(source) as reader:
+            return reader.read_at(0, reader.size).decode()
+    except UnicodeDecodeError as error:
+        raise FormatError("neither a file that kvsnap reads nor a text of token ids", path=source) from error
+    except OSError as error:
+        if isinstance(error, kvsnap.KvsnapError):
+            raise
+        raise StorageError(f"cannot be read: {error.strerror}", errno=error.errno, path=source) from error
+
+
+@click.command()
+@library_option
+@json_option
+@examples(
+    "kvsnap doctor",
+)
+def doctor(as_json: bool) -> None:
+    """Look the library over: names without a file, files without a name, damage, permissions, size, what is not ours.
+
+    Changes nothing; says of each finding what to do. Exit code 0 when there is no problem, else 1.
+    """
+    with open_existing() as library:
+        found = library.check()
+    if as_json:
+        emit(found.to_dict())
+    else:
+        for finding in found.findings:
+            print(f"{'problem' if finding.is_problem else 'note'}: {finding}")
+        limit = "no limit" if found.max_bytes is None else f"limit {size(found.max_bytes)}"
+        print(f"{found.path}: {'well' if found.ok else 'NOT WELL'}, {count(found.n_names, 'name')}, "
+              f"{count(found.n_files, 'file')}, {size(found.nbytes)}, {limit}")  # fmt: skip
+    if not found.ok:
+        raise CheckFailed(1)
+
+
+# -- changing ----------------------------------------------------------------------------------------------------------
+
+
+def _open() -> Library:
+    open_existing().close()  # a mistyped directory is not made
+    return Library(library_path())
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@library_option
+@json_option
+@examples(
+    "kvsnap rm draft @old",
+)
+def rm(names: tuple[str, ...], as_json: bool) -> None:
+    """Remove sessions from the library. One that is being written is refused (exit code 9).
+
+    The file goes with its last name, unless a fork needs it: then it goes with the last of those.
+    """
+    removed: list[Evicted] = []
+    with _open() as library:
+        for name in map(_plain, names):
+            done = library.remove(name)
+            removed += done
+            if not as_json:
+                freed = sum(e.nbytes for e in done)
+                print(f"{name}: removed, {size(freed)} freed" if done else f"{name}: removed, its file is still needed")
+    if as_json:
+        emit({"removed": [_plain(n) for n in names], "files": [e.to_dict() for e in removed]})
+
+
+@click.command()
+@click.argument("name")
+@click.argument("new")
+@library_option
+@json_option
+@examples(
+    "kvsnap rename draft final",
+)
+def rename(name: str, new: str, as_json: bool) -> None:
+    """Give a session of the library another name."""
+    with _open() as library:
+        library.rename(_plain(name), _plain(new))
+    if as_json:
+        emit({"name": _plain(new), "was": _plain(name)})
+    else:
+        print(f"{_plain(name)} -> {_plain(new)}")
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@library_option
+@json_option
+@examples(
+    "kvsnap pin system-prompt",
+)
+def pin(names: tuple[str, ...], as_json: bool) -> None:
+    """Let no prune and no limit remove these sessions, nor what they need."""
+    _set_pins(names, pinned=True, as_json=as_json)
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@library_option
+@json_option
+@examples(
+    "kvsnap unpin system-prompt",
+)
+def unpin(names: tuple[str, ...], as_json: bool) -> None:
+    """Let a prune remove these sessions again."""
+    _set_pins(names, pinned=False, as_json=as_json)
+
+
+def _set_pins(names: tuple[str, ...], *, pinned: bool, as_json: bool) -> None:
+    with _open() as library:
+        for name in map(_plain, names):
+            (library.pin if pinned else library.unpin)(name)
+            if not as_json:
+                print(f"{name}: {'pinned' if pinned else 'not pinned'}")
+    if as_json:
+        emit({"names": [_plain(n) for n in names], "pinned": pinned})
+
+
+@click.command()
+@click.option(
+    "--max-bytes", metavar="SIZE", callback=_n_bytes,
+    help="How much the sessions may take, as 20GB; default: the stored limit.",
+)  # fmt: skip
+@click.option("--remember", is_flag=True, help="Store this limit: it holds for everyone who opens the library.")
+@click.option("--like", metavar="FILE", callback=named, help="Sessions of another model than that of FILE go first.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@library_option
+@json_option
+@examples(
+    "kvsnap prune --max-bytes 20GB --dry-run",
+    "kvsnap prune --max-bytes 20GB --remember",
+)
+def prune(max_bytes: int | None, remember: bool, like: str | None, dry_run: bool, as_json: bool) -> None:
+    """Make room: remove the sessions used least recently until the rest takes at most --max-bytes.
+
+    Pinned sessions stay, and those that are being written, and what a fork needs. Damaged files are set apart in
+    quarantine/ and never deleted. Files that are not ours are counted and left alone.
+    """
+    if remember and (dry_run or max_bytes is None):
+        raise click.UsageError("--remember needs --max-bytes, and no --dry-run")
+    identity = None if like is None else kvsnap.inspect(like).identity
+    with open_existing() if dry_run else _open() as library:
+        report = library.prune(max_bytes, identity=identity, dry_run=dry_run)
+        if remember:
+            library.set_limit(max_bytes)
+    if as_json:
+        emit({"path": library.path, **report.to_dict()})
+        return
+    would = "would be " if dry_run else ""
+    for e in report.set_apart:
+        print(f"{_of(e)}: {would}set apart, {size(e.nbytes)} ({e.why})")
+    for e in report.evicted:
+        print(f"{_of(e)}: {would}removed, {size(e.nbytes)} ({e.why})")
+    print(f"{size(report.before)} -> {size(report.after)}, limit {size(report.max_bytes)}"
+          + (f", {size(report.over)} over: pinned or in use" if report.over else ""))  # fmt: skip
+    if report.foreign:
+        remark(
+            f"note: {count(report.foreign, 'file')} that are not ours ({size(report.foreign_bytes)}) were left alone"
+        )
+
+
+def _of(e: Evicted) -> str:
+    return ", ".join(e.names) or e.file_id
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@library_option
+@json_option
+@examples(
+    "kvsnap collect",
+)
+def collect(dry_run: bool, as_json: bool) -> None:
+    """Remove files that no name reaches, neither itself nor through a fork."""
+    with open_existing() if dry_run else _open() as library:
+        report = library.collect(dry_run=dry_run)
+    if as_json:
+        emit({"path": library.path, **report.to_dict()})
+        return
+    for e in report.removed:
+        print(f"{e.file_id}: {'would be ' if dry_run else ''}removed, {size(e.nbytes)}")
+    for file_id in report.held_by:
+        remark(f"note: nothing is removed while {file_id} cannot be read: it may need what no name reaches")
+    print(f"{count(len(report.removed), 'file')}, {size(report.nbytes)}")
+
+
+COMMANDS = (ls, find, rm, rename, pin, unpin, prune, collect, doctor)

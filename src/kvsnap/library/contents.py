@@ -1,0 +1,150 @@
+"""What a library wants to know of one session file, from its index and tables. No tensor is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvsnap.errors import KeyNeededError, KvsnapError, MissingError, VersionError
+from kvsnap.files import Reader
+from kvsnap.formats import native
+from kvsnap.formats.native import NativeFile
+from kvsnap.identity import Identity
+from kvsnap.tensors import TensorSpec
+
+__all__ = [
+    "DAMAGED",
+    "FOREIGN",
+    "NEWER",
+    "OK",
+    "ORPHANED",
+    "UNKNOWN",
+    "UNREADABLE",
+    "Facts",
+    "is_rewindable",
+    "pack_identity",
+    "read_facts",
+]
+
+OK = "ok"
+DAMAGED = "damaged"
+ORPHANED = "no parent"
+"""A fork whose parent is gone."""
+NEWER = "newer"
+"""Written by a newer release."""
+FOREIGN = "foreign"
+"""Not a session of ours, or under a name that is not its file id."""
+UNREADABLE = "unreadable"
+"""The system refuses to read it."""
+UNKNOWN = "unknown"
+"""In the place of a parent: a fork that cannot be read, so that it is not known what it needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What one file holds. `state` is one of the words above; the rest is 0 or empty where the file cannot be read.
+
+    `turns` is int64 `[turns, 2]`: ids and rows at the end of each entry of the live list. `rewindable` tells whether
+    every layer can be cut between the ends of turns. `parent` is the file id of the parent of a fork, else empty.
+    """
+
+    state: str = OK
+    reason: str = ""
+    n_tokens: int = 0
+    n_rows: int = 0
+    n_pending: int = 0
+    n_commits: int = 0
+    complete: bool = True
+    created_ns: int = 0
+    identity: str = "{}"
+    parent: str = ""
+    rewindable: bool = True
+    turns: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    @property
+    def identity_digest(self) -> bytes:
+        """XXH3-128 of the identity as JSON."""
+        return xxhash.xxh3_128_digest(self.identity.encode())
+
+
+def pack_identity(identity: Identity) -> str:
+    """Return an identity as JSON text, always the same for the same identity."""
+    return json.dumps(identity.to_dict(), sort_keys=True, separators=(",", ":"))
+
+
+def read_facts(path: str, file_id: str, before: Facts | None = None) -> Facts | None:
+    """Read what a file holds; None when it is gone. Whatever is wrong with the file is told by its state, not raised.
+
+    Where it cannot be read the parent known `before` is kept, so that the files it needs are not taken for unneeded.
+    """
+    try:
+        return _read(path, file_id)
+    except KeyNeededError:
+        return Facts(state=FOREIGN, reason="an encrypted snapshot, where a session is expected")
+    except VersionError as error:
+        state, reason = NEWER, error.message
+    except MissingError as error:
+        if not os.path.lexists(path):
+            return None
+        state, reason = ORPHANED, error.message
+    except OSError as error:
+        if not os.path.lexists(path):
+            return None
+        state, reason = UNREADABLE, str(error)
+    except KvsnapError as error:
+        state, reason = DAMAGED, str(error)
+    known = before or Facts()
+    parent = known.parent or (UNKNOWN if state == DAMAGED and _claims_fork(path) else "")
+    return replace(known, state=state, reason=reason, parent=parent)
+
+
+def _claims_fork(path: str) -> bool:
+    """Tell whether a damaged file has the feature bit of a fork. Spec sections 2 and 19."""
+    try:
+        with Reader(path, follow_symlinks=False) as reader:
+            return reader.size >= 24 and bool(reader.read_at(16, 1)[0] & 2)
+    except KvsnapError:
+        return False
+
+
+def _read(path: str, file_id: str) -> Facts:
+    with Reader(path, follow_symlinks=False) as reader:
+        head = reader.read_at(0, min(reader.size, 8))
+    if not native.sniff(head):
+        return Facts(state=FOREIGN, reason="it does not start as a .kvsnap file does")
+    with closing(NativeFile.open(path, mapped=False)) as file:
+        if file.header.file_id.hex() != file_id:
+            return Facts(state=FOREIGN, reason=f"its file id is another: {file.header.file_id.hex()}")
+        if file.sealed:
+            return Facts(state=FOREIGN, reason="a sealed snapshot, where a session is expected")
+        return facts_of(file)
+
+
+def facts_of(file: NativeFile) -> Facts:
+    """Return what an open file holds. Raise as reading its tables does."""
+    commit = file.commit
+    ids: list[npt.NDArray[np.int32]] = []
+    turns: list[tuple[int, int]] = []
+    for span in file.spans():
+        ids.append(span.table.tokens[: span.entry.n_tokens])
+        turns.append((span.entry.n_tokens, span.entry.n_rows))
+    return Facts(
+        n_tokens=commit.n_tokens, n_rows=commit.n_rows, n_pending=commit.n_pending, n_commits=commit.number,
+        complete=commit.complete, created_ns=file.header.created_ns, identity=pack_identity(file.identity),
+        parent=file.base.parent.hex() if file.base else "", rewindable=is_rewindable(file.geometry.tensors),
+        turns=np.cumsum(np.array(turns, np.int64).reshape(-1, 2), axis=0),
+        tokens=np.concatenate(ids).astype(np.int32) if ids else np.zeros(0, np.int32),
+    )  # fmt: skip
+
+
+def is_rewindable(specs: Iterable[TensorSpec]) -> bool:
+    """Tell whether a history can be cut between the ends of turns: no layer keeps a state that is replaced or moves."""
+    return all(spec.role == "logits" or spec.growth in ("grow", "static") for spec in specs)

@@ -1,0 +1,130 @@
+"""Looking a library over: what is not as it should be, and what to do about it. Changes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvsnap.library.contents import DAMAGED, NEWER, OK, ORPHANED, UNREADABLE, read_facts
+from kvsnap.library.names import likeness
+from kvsnap.library.place import CATALOGUE, LOCK, MARKER, NAMES, QUARANTINE, SESSIONS, Place, session_name
+from kvsnap.library.reports import Doctor, Finding
+from kvsnap.library.view import MISSING, SET_APART, View, is_wide
+
+__all__ = ["examine"]
+
+_HINTS = {
+    DAMAGED: "kvsnap repair @NAME -o NEW writes what can be proven; kvsnap prune sets it apart",
+    ORPHANED: "put the file of its parent back into sessions/",
+    NEWER: "a newer release of kvsnap reads it",
+    UNREADABLE: "mend the permissions",
+    MISSING: "put the file back, or remove the name: kvsnap rm",
+    SET_APART: "it lies in quarantine/, see there; remove the name to use it again: kvsnap rm",
+}
+
+
+def examine(place: Place, view: View, max_bytes: int | None, notes: list[str]) -> Doctor:
+    """Return all that can be said of a library. `notes` are those of the catalogue."""
+    findings = [
+        *_names(view), *_files(place, view), *_strange(place, view), *_permissions(place, view),
+        *_disagreements(place, view),
+    ]  # fmt: skip
+    findings += [Finding("catalogue", CATALOGUE, note, is_problem=False) for note in notes]
+    total = view.total
+    if max_bytes is not None and total > max_bytes:
+        findings.append(
+            Finding(
+                "size", SESSIONS, f"{total} bytes, {total - max_bytes} over the limit of {max_bytes}", "kvsnap prune"
+            )
+        )
+    return Doctor(
+        path=place.path, n_names=len(view.pointers), n_files=len(view.rows), nbytes=total, max_bytes=max_bytes,
+        set_apart=len(view.set_apart), set_apart_bytes=sum(view.set_apart.values()), foreign=len(view.others),
+        foreign_bytes=view.other_bytes, findings=tuple(findings),
+    )  # fmt: skip
+
+
+def _names(view: View) -> Iterator[Finding]:
+    for name, why in sorted(view.bad_names.items()):
+        yield Finding("name", f"{NAMES}/{name}", why, "remove this file by hand when nobody needs it")
+    for name, pointer in sorted(view.pointers.items()):
+        state = view.state(pointer.file_id)
+        if state != OK:
+            row = view.rows.get(pointer.file_id)
+            what = row.facts.reason if row and row.facts.reason else f"its file is {state}"
+            yield Finding(state, name, what, _HINTS.get(state, ""))
+    alike: dict[str, list[str]] = {}
+    for name in view.pointers:
+        alike.setdefault(likeness(name), []).append(name)
+    for names in alike.values():
+        if len(names) > 1:
+            yield Finding("name", NAMES, f"names that look alike: {', '.join(names)}", "kvsnap rename one of them")
+
+
+def _files(place: Place, view: View) -> Iterator[Finding]:
+    reached = view.reached()
+    for file_id in sorted(view.rows):
+        if file_id in reached:
+            continue
+        where = f"{SESSIONS}/{session_name(file_id)}"
+        state = view.state(file_id)
+        if state != OK:
+            yield Finding(state, where, view.facts(file_id).reason or state, _HINTS.get(state, ""))
+        else:
+            yield Finding(
+                "orphan", where, f"no name reaches this file of {view.seen[file_id].size} bytes",
+                "kvsnap collect removes it",
+            )  # fmt: skip
+    for name, size in sorted(view.set_apart.items()):
+        yield Finding(
+            "quarantine", f"{QUARANTINE}/{name}", f"a damaged file of {size} bytes that was set apart",
+            "kvsnap repair FILE -o NEW writes what can be proven (of a fork in sessions/ only, beside its parent); "
+            "remove it by hand when nobody needs it", is_problem=False,
+        )  # fmt: skip
+    if not os.path.lexists(place.within(LOCK)):
+        yield Finding("lock", LOCK, "the lock file is gone; the next change makes it anew", is_problem=False)
+
+
+def _strange(place: Place, view: View) -> Iterator[Finding]:
+    for name, why in sorted(view.others.items()):
+        yield Finding("foreign", f"{SESSIONS}/{name}", f"left alone: {why}", is_problem=False)
+    for name in place.strangers():
+        yield Finding("foreign", name, "left alone: not a part of a library", is_problem=False)
+
+
+def _permissions(place: Place, view: View) -> Iterator[Finding]:
+    for name in ("", NAMES, SESSIONS, QUARANTINE, MARKER, CATALOGUE):
+        path = place.within(name) if name else place.path
+        try:
+            mode = os.stat(path, follow_symlinks=not name).st_mode & 0o7777
+        except OSError:
+            continue
+        if is_wide(mode):
+            yield Finding("permissions", name or ".", f"others may look in: {mode:04o}", "chmod go-rwx")
+    for file_id, seen in sorted(view.seen.items()):
+        if is_wide(seen.mode):
+            yield Finding(
+                "permissions", f"{SESSIONS}/{session_name(file_id)}", f"others may look in: {seen.mode:04o}",
+                "chmod go-rwx",
+            )  # fmt: skip
+
+
+def _disagreements(place: Place, view: View) -> Iterator[Finding]:
+    """Read every file again and compare it with what the catalogue says of it."""
+    for file_id, row in sorted(view.rows.items()):
+        found = read_facts(place.session(file_id), file_id, row.facts)
+        if found is None:
+            continue
+        known = replace(row.facts, state=view.state(file_id))
+        differing = [
+            name for name in ("state", "n_tokens", "n_rows", "n_commits", "complete", "created_ns", "parent")
+            if getattr(known, name) != getattr(found, name)
+        ]  # fmt: skip
+        if known.state == OK and (found.turns.shape != known.turns.shape or (found.turns != known.turns).any()):
+            differing.append("turns")
+        if differing:
+            yield Finding(
+                "catalogue", f"{SESSIONS}/{session_name(file_id)}",
+                f"the catalogue says otherwise of {', '.join(differing)}", f"remove {CATALOGUE}: it is made anew",
+            )  # fmt: skip
