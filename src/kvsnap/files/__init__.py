@@ -1,8 +1,7 @@
 """Durable bytes: write whole, append under a lock, read ranges, map.
 
 The only module that opens a file for writing. Nothing here knows what the bytes mean. Every error of the operating
-system leaves through `translate`. Files are made 0600 and directories 0700 whatever the umask: a cache is a
-transcript.
+system leaves through `translate`. Files are made 0600, directories 0700, whatever the umask: a cache is a transcript.
 
 Linux is tested. macOS flushes with `F_FULLFSYNC`. On Windows directories can't be flushed and positioned reads take
 a lock; the rest is best effort.
