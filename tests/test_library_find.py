@@ -304,6 +304,17 @@ def test_a_file_that_changed_is_read_again_without_its_tensors(
     assert reads.opened == 2  # its first bytes, then its tables
 
 
+def test_a_commit_that_the_library_was_not_told_of_is_not_left_out(library: Library) -> None:
+    with library.open("a") as session:
+        session.append(snapshot((1, 2)))
+        Session.append(session, snapshot((1, 2, 3, 4), start=2))  # as if interrupted right behind the commit
+        session.append(snapshot((1, 2, 3, 4, 5), start=4))
+        found = library.find((1, 2, 3, 4, 5))
+        assert found is not None
+        assert (found.n_tokens, found.n_rows) == (5, 5)
+    assert library.check().ok
+
+
 def test_a_commit_brings_the_catalogue_up_to_date(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     add(library, "a", (1, 2, 3))
     with library.open("a") as session:
