@@ -29,6 +29,8 @@ from kvsnap.session import Session
 from spec_file import COMMIT, INDEX, SPAN, STATE, SpecReader
 from synthetic import SAMPLER, same, snapshot
 
+pytestmark = pytest.mark.exhaustive
+
 HITS, CROSS_CHECKED = 10_000, 200
 SHAPE: dict[str, Any] = {"layers": 2, "heads": 4, "dim": 64, "vocab": 257, "dtype": "float16"}
 TOKENS = tuple(i * 7919 % 50_000 for i in range(2000))

@@ -25,6 +25,7 @@ from kvsnap.files import Appender, write_whole
 from kvsnap.formats import native
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="writers are forked"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]

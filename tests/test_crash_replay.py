@@ -45,7 +45,10 @@ from kvsnap.layout import Snapshot
 from kvsnap.session import Session
 from synthetic import same, snapshot
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the promises tested here are those of POSIX systems")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(sys.platform == "win32", reason="the promises tested here are those of POSIX systems"),
+]
 
 
 @pytest.fixture

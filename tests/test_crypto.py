@@ -411,6 +411,7 @@ def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None
 # -- damage --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_every_flipped_byte_is_damage_not_tampering(tmp_path: Path) -> None:
     """Reading everything finds it, or the byte is padding that is never read, and `verify` finds that."""
     data, good = kvsnap.dumps(synthetic.tiny(), key=OURS, label="x"), synthetic.tiny()

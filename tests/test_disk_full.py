@@ -38,7 +38,10 @@ if sys.platform != "win32":
 
 no_fork_warning = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and name spaces as on Linux")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(sys.platform != "linux", reason="limits and name spaces as on Linux"),
+]
 
 
 @dataclass(frozen=True)

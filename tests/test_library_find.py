@@ -181,6 +181,7 @@ def best_rows(sessions: list[tuple[Session, bool]], query: tuple[int, ...]) -> i
     return most
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(plan, st.lists(history, min_size=1, max_size=6), st.sampled_from([1, 2, 4, 5]))
 def test_a_search_agrees_with_brute_force(plan: Any, queries: list[tuple[int, ...]], block: int) -> None:
@@ -266,6 +267,7 @@ class Reads:
         return call
 
 
+@pytest.mark.exhaustive
 def test_a_search_reads_nothing_of_files_that_did_not_change(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "sync", lambda *_, **__: None)
     base = tuple(range(1, 400))

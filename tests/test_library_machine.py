@@ -17,6 +17,8 @@ from kvsnap.files import system
 from kvsnap.library import Library, PruneReport, catalogue, trie
 from synthetic import snapshot
 
+pytestmark = pytest.mark.exhaustive
+
 NAMES = ("a", "b", "c", "d", "e")
 name = st.sampled_from(NAMES)
 

@@ -238,6 +238,7 @@ def test_a_torn_tail_is_dropped_and_said(case: Case) -> None:
     assert any("not part of the history" in note for note in report.notes)
 
 
+@pytest.mark.exhaustive
 def test_every_length_gives_a_published_state_or_a_refusal(golden: Case) -> None:
     known = {}
     file = golden.file
@@ -274,16 +275,19 @@ def all_flips(case: Case, places: range, **options: Any) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.exhaustive
 def test_every_byte_flipped_gives_a_prefix_or_a_refusal(golden: Case) -> None:
     counts = all_flips(golden, range(len(golden.raw)))
     assert min(counts.values()) > 500, counts
 
 
+@pytest.mark.exhaustive
 def test_flips_in_a_session_with_notes(case: Case) -> None:
     counts = all_flips(case, range(0, len(case.raw), 7))
     assert min(counts.values()) > 30, counts
 
 
+@pytest.mark.exhaustive
 def test_flips_in_a_session_with_indexes(long: Case) -> None:
     counts = all_flips(long, range(3, len(long.raw), 1601))
     assert min(counts["complete"], counts["prefix"]) > 10, counts

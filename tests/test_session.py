@@ -719,6 +719,7 @@ def test_a_crash_at_any_instant_leaves_a_whole_turn(
     assert seen == set(lengths)
 
 
+@pytest.mark.exhaustive
 def test_every_flipped_bit_is_found_or_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of every byte of a session with dead records, live ones, an INDEX and several commits."""
     no_sync(monkeypatch)

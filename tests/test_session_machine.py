@@ -28,6 +28,8 @@ from kvsnap.session import Session
 from spec_file import SpecReader
 from synthetic import SAMPLER, rows, same, snapshot
 
+pytestmark = pytest.mark.exhaustive
+
 End = tuple[int, int, "Snapshot | None"]
 """Tokens and rows at the end of a turn, and the snapshot whose state it ended with; None for a cut."""
 
