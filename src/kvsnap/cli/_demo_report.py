@@ -117,7 +117,8 @@ def _page(run: Run, steps: Sequence[Step], drawn: dict[int, list[str]], taken: f
         f"<h1>A model’s memory, saved and taken up again</h1>"
         f"<p class=quiet>{about}. Every claim on this page was checked "
         f"by the program that wrote it.</p><div class=tiles>{cards}</div>{sections}"
-        f"<section><h2>7. Where everything lies</h2><table>{rows}</table></section></main></body></html>\n"
+        f"<section><h2>{len(steps) + 1}. Where everything lies</h2><table>{rows}</table></section>"
+        "</main></body></html>\n"
     )
 
 

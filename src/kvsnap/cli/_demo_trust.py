@@ -1,4 +1,4 @@
-"""Steps 4 to 6 of the demo: the small encoding, a session that grows and goes back, and refusals."""
+"""Steps 4, 5 and 7 of the demo: the small encoding, a session that grows and goes back, and refusals."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def refusals(run: Run) -> Step:
     """One flipped byte, then one changed weight: both refused, and the live engine stays as it was."""
     from rich.markup import escape
 
-    step = Step(6, "What it refuses")
+    step = Step(7, "What it refuses")
     before = state_digest(run.engine)
     content = bytearray(Path(run.files["middle"]).read_bytes())
     place = len(content) // 2

@@ -43,13 +43,13 @@ def demo(
 
     A text of about 2,000 tokens is read, an answer is begun, stopped and saved; a new process goes on, and every step
     is compared with the run that never stopped. Then: other sampler settings, the small encoding, a session with a
-    rewind, and refusals. Each claim is checked while it runs; when one fails, the exit code is 1.
+    rewind, forks in a library, and refusals. Each claim is checked while it runs; when one fails, the exit code is 1.
 
     One to three minutes on two quiet cores, more when they are busy; the output directory takes about 400 MB.
     """
     model = EMBEDDED if model is None else model
     _check(output, tokens, half, model)
-    from kvsnap.cli import _demo_steps, _demo_trust
+    from kvsnap.cli import _demo_forks, _demo_steps, _demo_trust
 
     story = _Story(as_json)
     started = time.perf_counter()
@@ -61,6 +61,7 @@ def demo(
         ("three continuations", lambda: _demo_steps.sweep(run)),
         ("the small encoding", lambda: _demo_trust.small_encoding(run)),
         ("turns of a session", lambda: _demo_trust.grow_and_rewind(run)),
+        ("branches in a library", lambda: _demo_forks.branch(run)),
         ("what it refuses", lambda: _demo_trust.refusals(run)),
     )
     steps = [story.step(title, work) for title, work in stages]
