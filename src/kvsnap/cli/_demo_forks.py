@@ -41,7 +41,8 @@ def branch(run: Run) -> Step:
                 new = kvsnap.capture(run.engine, start=session.n_rows, settle=True)
                 beyond = session.append(new).nbytes - new.nbytes
             forks.append({"name": name, "fork_bytes": made.own_bytes, "beyond": beyond, "said": said,
-                          "reused": restored.reused, "recomputed": restored.recomputed, "forwards": len(heard.digests)})  # fmt: skip
+                          "reused": restored.reused, "recomputed": restored.recomputed,
+                          "forwards": len(heard.digests)})  # fmt: skip
             step.say(f"[bold]{name}[/bold]{escape(question)} …{escape(' '.join(said.split()))}")
         # The last branch once more, from the file it was forked from: the same question has the same answer.
         kvsnap.restore(kvsnap.load(trunk.path), run.engine)

@@ -79,6 +79,13 @@ def demo(
         raise CheckFailed(1)
 
 
+def _taken_by(path: str) -> int:
+    """Return the bytes of a file, or of all files in a directory."""
+    if not os.path.isdir(path):
+        return os.path.getsize(path)
+    return sum(os.path.getsize(os.path.join(where, name)) for where, _, names in os.walk(path) for name in names)
+
+
 def _text() -> str:
     return (resources.files("kvsnap") / "data" / "essay.txt").read_text(encoding="utf-8").strip()
 
@@ -177,11 +184,11 @@ class _Story:
         self._tell()
 
     def end(self, made: dict[str, str], pictures: dict[str, str], *, ok: bool, taken: float) -> None:
-        self._tell("[bold cyan]7  Where everything lies[/bold cyan]")
+        self._tell("[bold cyan]8  Where everything lies[/bold cyan]")
         paths = [*made.values(), *pictures.values()]
         for path in paths:
-            self._tell(f"   {size(os.path.getsize(path)):>9}  {path}", soft_wrap=True)
-        total = sum(os.path.getsize(p) for p in paths)
+            self._tell(f"   {size(_taken_by(path)):>9}  {path}", soft_wrap=True)
+        total = sum(map(_taken_by, paths))
         self._tell(f"   {size(total):>9}  in all\n")
         if len(pictures) == 1:
             remark("no pictures: pip install 'kvsnap[plots]'")
