@@ -872,12 +872,13 @@ def test_writing_takes_the_memory_of_few_tensors(codec: str) -> None:
 def test_save_and_load_through_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a.kv"
     snapshot = made(logits=logits(5))
-    assert mlxkv.save(snapshot, path, codec="native", byte_order="big", sync=False) == path.stat().st_size
+    report = snapshot.save(path, format="mlxkv", codec="native", byte_order="big", sync=False)
+    assert report.nbytes == path.stat().st_size
     there = mlxkv.load(path)
     assert (there.source["byte_order"], there.source["path"]) == ("big", str(path))
     assert there.logits is not None
     assert there.logits.array.tolist() == [0, 1, 2, 3, 4]
-    mlxkv.save(there, path, sync=False)  # over the file that it is read from
+    there.save(path, format="mlxkv", sync=False)  # over the file that it is read from
     assert mlxkv.loads(path.read_bytes()).source["byte_order"] == "big"
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -887,11 +888,11 @@ def test_save_and_load_through_a_file(tmp_path: Path) -> None:
 def test_large_tensors_reach_the_file_as_they_reach_memory(codec: str, order: str, tmp_path: Path) -> None:
     snapshot = made(rows=5000, dtype="bfloat16", logits=logits(3))
     data = mlxkv.dumps(snapshot, codec=codec, byte_order=order)
-    mlxkv.save(snapshot, tmp_path / "a", codec=codec, byte_order=order, sync=False)
+    snapshot.save(tmp_path / "a", format="mlxkv", codec=codec, byte_order=order, sync=False)
     assert (tmp_path / "a").read_bytes() == data
     assert SpecReader(data).read()["trailing_bytes"] == 0
     there = mlxkv.load(tmp_path / "a")
-    mlxkv.save(there, tmp_path / "b", sync=False)
+    there.save(tmp_path / "b", format="mlxkv", sync=False)
     assert (tmp_path / "b").read_bytes() == data
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvsnap.formats.colikv.deepseek import DeepSeekFile, DeepSeekLayer, ratio_checksum, read_deepseek
 from kvsnap.formats.colikv.file import ColiFile, ColiRows
-from kvsnap.formats.colikv.format import FORMAT, ColikvFormat, dumps, load, loads, save
+from kvsnap.formats.colikv.format import FORMAT, ColikvFormat, dumps, load, loads
 from kvsnap.formats.colikv.geometry import Geometry
 from kvsnap.formats.colikv.header import Header, encoding_of
 from kvsnap.formats.colikv.reading import assign_index_layers, assign_like, has_loose_rows
@@ -16,5 +16,5 @@ from kvsnap.formats.colikv.rows import Encoding
 __all__ = [
     "FORMAT", "ColiFile", "ColiRows", "ColikvFormat", "DeepSeekFile", "DeepSeekLayer", "Encoding", "Geometry", "Header",
     "assign_index_layers", "assign_like", "dumps", "encoding_of", "has_loose_rows", "load", "loads", "ratio_checksum",
-    "read_deepseek", "save",
+    "read_deepseek",
 ]  # fmt: skip

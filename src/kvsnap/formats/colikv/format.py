@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from kvsnap.errors import InputError, UnsupportedError
-from kvsnap.files import Reader, replacing
+from kvsnap.files import Reader
 from kvsnap.formats.colikv.deepseek import read_deepseek
 from kvsnap.formats.colikv.geometry import Geometry
 from kvsnap.formats.colikv.header import (
@@ -24,7 +24,7 @@ from kvsnap.formats.native.write import MemorySink
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Loss, Progress, Sink
 
-__all__ = ["FORMAT", "ColikvFormat", "dumps", "load", "loads", "save"]
+__all__ = ["FORMAT", "ColikvFormat", "dumps", "load", "loads"]
 
 _VERSIONS = {1: ("float32",), 2: ("fp8",), 3: ("int4", "polar")}
 
@@ -166,18 +166,3 @@ def dumps(
     sink = MemorySink()
     FORMAT.write(snapshot, sink, codec=codec, version=version, vocab=vocab)
     return bytes(sink.data)
-
-
-def save(
-    snapshot: Snapshot,
-    path: str | os.PathLike[str],
-    *,
-    codec: str | None = None,
-    version: int | None = None,
-    vocab: int | None = None,
-    sync: bool = True,
-    progress: Progress | None = None,
-) -> int:
-    """Write a file durably, under a temporary name that is then renamed; return its length in bytes."""
-    with replacing(path, sync=sync) as writer:
-        return FORMAT.write(snapshot, writer, codec=codec, version=version, vocab=vocab, progress=progress)

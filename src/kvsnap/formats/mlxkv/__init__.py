@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from kvsnap.files import Reader, replacing
+from kvsnap.files import Reader
 from kvsnap.formats.mlxkv.build import plan
 from kvsnap.formats.mlxkv.losses import losses_of
 from kvsnap.formats.mlxkv.model import File, Head, LayerEntry, Payloads, StoredTensor
@@ -21,7 +21,7 @@ from kvsnap.protocols import Loss, Progress, Sink
 
 __all__ = [
     "FORMAT", "File", "Head", "LayerEntry", "MlxkvFormat", "Payloads", "StoredTensor", "dumps", "load", "loads", "pack",
-    "parse", "save", "slab_differences", "sniff", "version_for",
+    "parse", "slab_differences", "sniff", "version_for",
 ]  # fmt: skip
 
 
@@ -105,20 +105,3 @@ def dumps(
     sink = MemorySink()
     FORMAT.write(snapshot, sink, codec=codec, version=version, byte_order=byte_order)
     return bytes(sink.data)
-
-
-def save(
-    snapshot: Snapshot,
-    path: str | os.PathLike[str],
-    *,
-    codec: str | None = None,
-    version: int | None = None,
-    byte_order: str | None = None,
-    sync: bool = True,
-    progress: Progress | None = None,
-) -> int:
-    """Write a file durably, under a temporary name that is then renamed; return its length in bytes."""
-    with replacing(path, sync=sync) as writer:
-        return FORMAT.write(
-            snapshot, writer, codec=codec, version=version, byte_order=byte_order, progress=progress
-        )  # fmt: skip
