@@ -41,6 +41,17 @@ class Published:
         """True when there is no history, neither here nor of a parent."""
         return not self.entries and not (self.base and self.base.kept)
 
+    def restarted(self) -> Published:
+        """Return what the next turn goes on from: without turns that hold no id and no row, where all are such.
+
+        They say nothing of the model and the shapes of the history that begins behind them.
+        """
+        if self.is_empty or self.commit.n_tokens or self.commit.n_rows:
+            return self
+        nothing = bytes(16)
+        base = replace(self.base, kept=0, history=nothing) if self.base else None
+        return replace(self, entries=(), base=base, commit=replace(self.commit, digest=nothing))
+
 
 def published(file: NativeFile) -> Published:
     """Return what is known of an open file."""
