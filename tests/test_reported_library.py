@@ -50,6 +50,7 @@ def test_b7_an_empty_session_of_a_library_is_a_session(tmp_path: Path) -> None:
         library.compact("fork")
         for name in ("empty", "added", "fork"):
             with library.open(name) as session:
+                session.append(Snapshot())
                 assert (session.n_tokens, session.tokens, session.load().tokens) == (0, (), ())
                 session.append(large(1))
             with library.open(name) as session:
