@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvsnap
-from kvsnap.errors import DamagedError, InputError, MissingError, UnsupportedError
+from kvsnap.errors import ConflictError, DamagedError, InputError, MissingError, UnsupportedError
 from kvsnap.identity import Identity
 from kvsnap.library import Library, PruneReport, catalogue, contents, place, view
 from synthetic import DATA, IDENTITY, snapshot
@@ -517,6 +517,16 @@ def test_a_session_that_was_removed_while_it_was_open_does_not_write(library: Li
     with library.open("a") as session:
         session.append(snapshot((1, 2, 3)))
         Path(session.path).unlink()
-        with pytest.raises((kvsnap.KvsnapError, OSError)):
+        with pytest.raises(ConflictError, match="changed since it was opened: it was removed"):
             session.append(snapshot((1, 2, 3, 4)))
     assert files(library) == []
+
+
+def test_another_end_of_the_same_length_is_told_apart(library: Library) -> None:
+    with library.open("a") as session:
+        session.append(snapshot((1, 2, 3)))
+        with open(session.path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+        with pytest.raises(ConflictError, match="expected commit 2 at its end, found another end"):
+            session.append(snapshot((1, 2, 3, 4)))

@@ -121,10 +121,17 @@ class Journal:
         now, size, end = self.now, appender.size(), self.now.footer.file_length
         place = end - FOOTER_SIZE
         intact = size >= end and appender.read_at(place, FOOTER_SIZE) == now.footer.pack(self.header.salt, place)
-        if not intact or size != end + self.dropped or not appender.is_named:
+        if not appender.is_named:
             raise ConflictError(
-                "the file changed since it was opened", path=self.path, expected=f"{end} bytes", found=f"{size} bytes"
+                "the file changed since it was opened: it was removed, or another one has its name", path=self.path
             )
+        if not intact or size != end + self.dropped:
+            same = size == end + self.dropped
+            raise ConflictError(
+                "the file changed since it was opened", path=self.path,
+                expected=f"commit {now.commit.number} at its end" if same else f"{end + self.dropped} bytes",
+                found="another end" if same else f"{size} bytes",
+            )  # fmt: skip
         return end
 
     def _writer(self, appender: Appender) -> RecordWriter:
