@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvsnap
-from kvsnap.errors import DamagedError, InputError, MissingError, UnsupportedError
+from kvsnap.errors import ConflictError, DamagedError, InputError, MissingError, UnsupportedError
 from kvsnap.identity import Identity
 from kvsnap.library import Library, PruneReport, catalogue, contents, place, view
 from synthetic import DATA, IDENTITY, snapshot
@@ -300,6 +300,25 @@ def test_a_torn_tail_is_no_damage(library: Library) -> None:
     report = library.prune(size + 1000)
     assert (report.set_apart, report.evicted) == ((), ())
     assert [e.state for e in library.list()] == ["ok"]
+    found = library.check()
+    assert [(f.kind, f.is_problem) for f in found.findings] == [("torn", False)]
+    assert "400 bytes behind the last published turn" in found.findings[0].what
+    with library.open("a") as session:
+        assert library.check().findings == (), "somebody writes there, so nothing can be said of it"
+        session.append(snapshot((1, 2, 3, 4)))
+    assert library.check().findings == ()
+
+
+def test_a_turn_that_was_cut_off_is_told(library: Library) -> None:
+    add(library, "a")
+    with library.open("a") as session:
+        session.append(snapshot((1, 2, 3, 4)))
+        length = session.nbytes
+    os.truncate(library.session_path("a"), length - 1)
+    assert [e.n_tokens for e in library.list()] == [3]
+    found = library.check()
+    assert found.ok
+    assert [f.kind for f in found.findings] == ["torn"]
 
 
 def test_a_damaged_parent_stays_while_a_fork_can_be_read(library: Library) -> None:
@@ -328,6 +347,8 @@ def test_a_fork_whose_parent_is_gone_is_told_and_set_apart(library: Library) -> 
     with pytest.raises(MissingError):
         library.open("a")
     assert {f.kind for f in library.check().findings} == {"missing", "no parent", "foreign"}
+    told = next(f for f in library.check().findings if f.kind == "no parent")
+    assert str(told).startswith(f"b: the file that its history starts in is gone: {parent.name}")
     away.rename(parent)
     assert {e.name: e.state for e in library.list()} == {"a": "ok", "b": "ok"}
     parent.unlink()
@@ -496,6 +517,16 @@ def test_a_session_that_was_removed_while_it_was_open_does_not_write(library: Li
     with library.open("a") as session:
         session.append(snapshot((1, 2, 3)))
         Path(session.path).unlink()
-        with pytest.raises((kvsnap.KvsnapError, OSError)):
+        with pytest.raises(ConflictError, match="changed since it was opened: it was removed"):
             session.append(snapshot((1, 2, 3, 4)))
     assert files(library) == []
+
+
+def test_another_end_of_the_same_length_is_told_apart(library: Library) -> None:
+    with library.open("a") as session:
+        session.append(snapshot((1, 2, 3)))
+        with open(session.path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+        with pytest.raises(ConflictError, match="expected commit 2 at its end, found another end"):
+            session.append(snapshot((1, 2, 3, 4)))

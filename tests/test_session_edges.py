@@ -16,14 +16,15 @@ import pytest
 
 import kvsnap
 from kvsnap import files, verify
-from kvsnap.errors import ConflictError, DamagedError, FormatError, InputError
+from kvsnap.errors import CompatibilityError, ConflictError, DamagedError, FormatError, InputError
 from kvsnap.formats import native
 from kvsnap.formats.native import read
 from kvsnap.formats.native.base import session_file_name
 from kvsnap.formats.native.fork import fork_file
 from kvsnap.formats.native.journal import Journal
 from kvsnap.session import Session
-from synthetic import same, snapshot
+from spec_file import SpecReader
+from synthetic import IDENTITY, same, snapshot
 
 IDS = tuple(range(1, 8))
 
@@ -283,3 +284,50 @@ def test_a_file_that_is_let_go_of_is_closed_at_once(tmp_path: Path) -> None:
         assert kept.n_rows == 3
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("empties", [[kvsnap.Snapshot()], [kvsnap.Snapshot(architecture="llama")] * 3,
+                                     [snapshot((), layers=3, recurrent=True)]])  # fmt: skip
+@pytest.mark.parametrize("way", ["session", "fork", "fork of a fork", "compacted"])
+def test_turns_that_hold_nothing_bind_nothing(tmp_path: Path, way: str, empties: list[kvsnap.Snapshot]) -> None:
+    """What begins behind them may be of any shape, and its identity is known."""
+    empties = [replace(e, identity=kvsnap.Identity(), metadata={"title": "t"}) for e in empties]
+    with Session.open(tmp_path / "new") as session:
+        for empty in empties:
+            session.append(empty)
+        if way == "compacted":
+            session.compact()
+        path = tmp_path / session_file_name(session._journal.header.file_id)
+    (tmp_path / "new").rename(path)
+    for _ in range(way.count("fork")):
+        path = Path(fork_file(str(path)).path)
+    made = [snapshot(IDS[:n], layers=2, recurrent=True) for n in (3, 5, 7)]
+    with Session.open(path) as session:
+        before = session.n_commits
+        for one in made:
+            session.append(one)
+            assert same(session.load(), replace(one, metadata={"title": "t"})) == []
+        assert session.identity == made[0].identity
+        session.truncate(3)
+        assert same(session.load(), replace(made[0], metadata={"title": "t"})) == []
+        assert session.rewind(before) == 0
+        assert same(session.load(), empties[-1]) == []
+        session.append(made[1])
+    assert kvsnap.verify(path).ok
+    reader = SpecReader(path.read_bytes(), tmp_path)
+    reader.history()
+    content = reader.content()
+    assert content["ids"] == list(IDS[:5])
+    assert {t.name: t.array.tobytes() for t in made[1].tensors()} == {
+        name: values.tobytes() for name, values in content["tensors"].items()
+    }
+
+
+def test_a_turn_that_holds_an_id_binds_the_shape(tmp_path: Path) -> None:
+    """The control: one pending id is a history."""
+    with Session.open(tmp_path / "a") as session:
+        session.append(snapshot((1,), n_pending=1))
+        with pytest.raises(CompatibilityError, match="shaped otherwise"):
+            session.append(snapshot((1, 2), layers=2))
+        with pytest.raises(CompatibilityError, match="another model"):
+            session.append(snapshot((1, 2), identity=replace(IDENTITY, cache_dtype="float16")))

@@ -215,7 +215,7 @@ class Session(_Counts):
         self._journal.check_writable()
         check_counts(snapshot, known=self.n_tokens)
         codec_name = codecs.codec_of_name(codec or "exact").name
-        now = self._now
+        now = self._now.restarted()
         check_continues(now, snapshot, lambda: self.tokens, self.path)
         geometry, identity = merged_geometry(now, snapshot, self.path), merged_identity(now, snapshot)
         text = self._new_text(snapshot)
@@ -224,8 +224,9 @@ class Session(_Counts):
             commit = replace(commit, complete=complete)
             self._tokens = self._text = None  # an interrupt may come right behind the commit
             written = self._journal.publish(
-                writer, commit, (*now.entries, entry), kept=len(now.entries), geometry=geometry, identity=identity
-            )
+                writer, commit, (*now.entries, entry), kept=len(now.entries), base=now.base, geometry=geometry,
+                identity=identity,
+            )  # fmt: skip
         self._tokens, self._text = snapshot.tokens, snapshot.text
         return report_of(
             snapshot, parts, nbytes=written, path=self.path, commit=self.n_commits, file_id=self._journal.header.file_id

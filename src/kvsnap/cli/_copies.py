@@ -22,6 +22,9 @@ __all__ = ["COMMANDS"]
 @click.argument("new", callback=named_or_new)
 @click.option("--at", "n_tokens", metavar="N", type=click.IntRange(min=0), help="Keep the first N tokens only.")
 @click.option("--commit", metavar="K", type=click.IntRange(min=1), help="Start from commit K (see `kvsnap log`).")
+@click.option(
+    "--allow-loss", is_flag=True, help="Go on although a session cannot hold all of FILE, which is of another format."
+)
 @library_option
 @json_option
 @examples(
@@ -31,14 +34,15 @@ __all__ = ["COMMANDS"]
     "kvsnap fork @chat @idea                             # in the library: nothing is copied",
     "kvsnap fork chat.kvsnap @chat                       # a copy of a file, into the library",
 )
-def fork(file: str, new: str, n_tokens: int | None, commit: int | None, as_json: bool) -> None:
+def fork(file: str, new: str, n_tokens: int | None, commit: int | None, allow_loss: bool, as_json: bool) -> None:
     """Make a second session that starts with the history of FILE and then goes its own way.
 
     Between files the history is copied, part by part as it is stored, each byte checked. From @NAME to @NAME nothing is
-    copied: the new session starts in the file of the other.
+    copied: the new session starts in the file of the other. A FILE of another format goes into the library whole: what
+    a session has no place for is listed, and without --allow-loss nothing is made then (exit code 13).
     """
     if isinstance(new, Named):
-        _into_library(file, new, n_tokens, commit, as_json=as_json)
+        _into_library(file, new, n_tokens, commit, allow_loss=allow_loss, as_json=as_json)
         return
     check_new(new)
     refuse_encrypted(file)
@@ -52,7 +56,9 @@ def fork(file: str, new: str, n_tokens: int | None, commit: int | None, as_json:
         print(f"{new}: {count(made.n_tokens, 'token')} in {count(made.n_turns, 'turn')}, {size(made.nbytes)} written")
 
 
-def _into_library(file: str, new: Named, n_tokens: int | None, commit: int | None, *, as_json: bool) -> None:
+def _into_library(
+    file: str, new: Named, n_tokens: int | None, commit: int | None, *, allow_loss: bool, as_json: bool
+) -> None:
     with Library(new.library) as library:
         if isinstance(file, Named):
             made = library.fork(file.name, new.name, n_tokens=n_tokens, commit=commit)
@@ -60,7 +66,7 @@ def _into_library(file: str, new: Named, n_tokens: int | None, commit: int | Non
             raise click.UsageError("a file goes into the library as a whole: fork it to @NAME, then @NAME with --at")
         else:
             with progress("copying") as report:
-                made = library.add(file, new.name, progress=report)
+                made = library.add(file, new.name, allow_loss=allow_loss, progress=report)
     if as_json:
         emit(made.to_dict())
     else:

@@ -137,6 +137,8 @@ def truncate(file: str, n_tokens: int, output: str | None, overwrite: bool, keys
         snapshot = kvsnap.load(file, key=keys.of(file))
         before = len(snapshot.tokens)
         report = kvsnap.save(snapshot.truncate(n_tokens), output, **keys.saving())
+        for loss in report.losses:
+            remark(f"lost: {loss.what}: {loss.detail}")
         _say_cut(output, before, n_tokens, report.nbytes, as_json=as_json)
         return
     _refuse_sealed(file, f"write its first tokens with: kvsnap truncate {file} {n_tokens} -o NEW")

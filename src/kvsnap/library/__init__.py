@@ -126,16 +126,20 @@ class Library(Shelf):
             _check_free(new, view)
             return self._made(new, making.fork_session(self._place, file_id, n_tokens=n_tokens, commit=commit))
 
-    def add(self, path: str | os.PathLike[str], name: str, *, progress: Progress | None = None) -> Entry:
+    def add(
+        self, path: str | os.PathLike[str], name: str, *, allow_loss: bool = False, progress: Progress | None = None
+    ) -> Entry:
         """Copy a file into the library as session `name`; return its entry. Any format that kvsnap reads is taken.
 
         Parts of a `.kvsnap` file are copied as they are stored, each checked. Raise `InputError` for a name that is
-        taken, and what `kvsnap.load` raises.
+        taken, `LossError` listing what only the format of the file has a place for, unless `allow_loss`, and what
+        `kvsnap.load` raises.
         """
         check_name(name)
         with self._place.locked():
             self.check_new(name)
-        with making.added_file(self._place, os.fspath(path), progress) as name_it, self._place.locked():
+        copied = making.added_file(self._place, os.fspath(path), progress, allow_loss=allow_loss)
+        with copied as name_it, self._place.locked():
             self.check_new(name)  # the copy may have taken long
             return self._made(name, name_it())
 

@@ -53,6 +53,7 @@ class Facts:
 
     `turns` is int64 `[turns, 2]`: ids and rows at the end of each entry of the live list. `rewindable` tells whether
     every layer can be cut between the ends of turns. `parent` is the file id of the parent of a fork, else empty.
+    `dropped` counts the bytes behind the last published commit; the catalogue does not keep it.
     """
 
     state: str = OK
@@ -66,6 +67,7 @@ class Facts:
     identity: str = "{}"
     parent: str = ""
     rewindable: bool = True
+    dropped: int = 0
     turns: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
@@ -141,7 +143,7 @@ def facts_of(file: NativeFile) -> Facts:
         complete=commit.complete, created_ns=file.header.created_ns, identity=pack_identity(file.identity),
         parent=file.base.parent.hex() if file.base else "", rewindable=is_rewindable(file.geometry.tensors),
         turns=np.cumsum(np.array(turns, np.int64).reshape(-1, 2), axis=0),
-        tokens=np.concatenate(ids).astype(np.int32) if ids else np.zeros(0, np.int32),
+        tokens=np.concatenate(ids).astype(np.int32) if ids else np.zeros(0, np.int32), dropped=file.end.dropped,
     )  # fmt: skip
 
 

@@ -51,15 +51,21 @@ def _names(view: View) -> Iterator[Finding]:
     for name, pointer in sorted(view.pointers.items()):
         state = view.state(pointer.file_id)
         if state != OK:
-            row = view.rows.get(pointer.file_id)
-            what = row.facts.reason if row and row.facts.reason else f"its file is {state}"
-            yield Finding(state, name, what, _HINTS.get(state, ""))
+            yield Finding(state, name, _reason(view, pointer.file_id) or f"its file is {state}", _HINTS.get(state, ""))
     alike: dict[str, list[str]] = {}
     for name in view.pointers:
         alike.setdefault(likeness(name), []).append(name)
     for names in alike.values():
         if len(names) > 1:
             yield Finding("name", NAMES, f"names that look alike: {', '.join(names)}", "kvsnap rename one of them")
+
+
+def _reason(view: View, file_id: str) -> str:
+    """Return what is wrong with a file, where more is known of it than its state."""
+    row = view.rows.get(file_id)
+    if row is not None and view.state(file_id) == ORPHANED and not row.facts.reason:
+        return f"the file that its history starts in is gone: {session_name(row.facts.parent)}"
+    return row.facts.reason if row is not None else ""
 
 
 def _files(place: Place, view: View) -> Iterator[Finding]:
@@ -70,7 +76,7 @@ def _files(place: Place, view: View) -> Iterator[Finding]:
         where = f"{SESSIONS}/{session_name(file_id)}"
         state = view.state(file_id)
         if state != OK:
-            yield Finding(state, where, view.facts(file_id).reason or state, _HINTS.get(state, ""))
+            yield Finding(state, where, _reason(view, file_id) or state, _HINTS.get(state, ""))
         else:
             yield Finding(
                 "orphan", where, f"no name reaches this file of {view.seen[file_id].size} bytes",
@@ -116,6 +122,12 @@ def _disagreements(place: Place, view: View) -> Iterator[Finding]:
         found = read_facts(place.session(file_id), file_id, row.facts)
         if found is None:
             continue
+        if found.dropped and not place.is_busy(file_id):
+            yield Finding(
+                "torn", f"{SESSIONS}/{session_name(file_id)}",
+                f"{found.dropped} bytes behind the last published turn are not part of the history",
+                "kvsnap verify says what they are; the next turn takes their place", is_problem=False,
+            )  # fmt: skip
         known = replace(row.facts, state=view.state(file_id))
         differing = [
             name for name in ("state", "n_tokens", "n_rows", "n_commits", "complete", "created_ns", "parent")

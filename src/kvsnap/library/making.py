@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
 from kvsnap import formats
-from kvsnap.errors import InputError, KvsnapError, UnsupportedError
+from kvsnap.errors import InputError, KvsnapError, LossError, UnsupportedError
 from kvsnap.files import TEMPORARY_PREFIX, move, remove, replacing, write_whole
 from kvsnap.formats.native import NAME, NativeFile
 from kvsnap.formats.native.base import MAX_DEPTH
@@ -52,21 +52,31 @@ def fork_session(place: Place, file_id: str, *, n_tokens: int | None, commit: in
 
 
 @contextmanager
-def added_file(place: Place, path: str, progress: Progress | None) -> Iterator[Callable[[], str]]:
+def added_file(place: Place, path: str, progress: Progress | None, *, allow_loss: bool) -> Iterator[Callable[[], str]]:
     """Copy a file of any format as a session of its own, which is not yet a part of the library.
 
-    Yield what is to be called under the lock: it gives the file its name and returns its id.
+    Yield what is to be called under the lock: it gives the file its name and returns its id. Raise `LossError` listing
+    what only a foreign format has a place for, before anything is written, unless `allow_loss`.
     """
     found = formats.format_of(path)
     if found.name == NAME:
         refuse_encrypted(path)
+    else:
+        snapshot = found.load(path, mmap=True)
+        losses = formats.format_named(NAME).losses(snapshot)
+        if losses and not allow_loss:
+            told = "; ".join(f"{loss.what}: {loss.detail}" for loss in losses[:6])
+            raise LossError(
+                f"a session cannot hold everything: {told}. Allow it to go on (allow_loss=True, --allow-loss)",
+                path=path,
+            )
     with _unnamed(place) as temporary:
         if found.name == NAME:
             with closing(NativeFile.open(path, mapped=False)) as file:
                 copy_session(file, temporary, progress=progress)
         else:
             with Session.open(temporary) as session:
-                session.append(found.load(path, mmap=True), progress=progress)
+                session.append(snapshot, progress=progress)
         with closing(NativeFile.open(temporary, mapped=False)) as made:
             file_id = made.header.file_id.hex()
         yield lambda: _name(place, temporary, file_id)

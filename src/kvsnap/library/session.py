@@ -127,7 +127,8 @@ class LibrarySession(Session):
     def _committed(self, added: Snapshot | None = None) -> None:
         """Tell the library what the file holds now. After an append that follows from what it held before."""
         now, before = self._now.commit, self._facts
-        if before is None or added is None or before.n_commits != now.number - 1:
+        follows = before is not None and before.n_commits == now.number - 1 and before.n_tokens + before.n_rows > 0
+        if before is None or added is None or not follows:
             facts = read_facts(self.path, self.file_id)
         else:
             end = np.array([[now.n_tokens, now.n_rows]], np.int64)

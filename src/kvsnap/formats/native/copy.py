@@ -58,6 +58,8 @@ def copy_session(
     """
     with closing(file if commit is None else at_commit(file, commit)) as origin:
         history = history_of(origin, cut_at(origin, n_tokens))
+        if n_tokens is None:
+            origin.snapshot()  # rows that do not add up are refused here too
         with replacing(path, new=True) as writer:
             header, footer = write_history(history, writer, progress=progress)
     return CopyReport(
@@ -77,6 +79,7 @@ def check_alone(file: NativeFile) -> None:
 def write_compacted(file: NativeFile, writer: Writer, progress: Progress | None) -> tuple[History, FileHeader, Footer]:
     """Write the live history of an open session as a file of its own."""
     history = history_of(file)
+    file.snapshot()  # rows that do not add up are refused here too
     header, footer = write_history(history, writer, progress=progress)
     return history, header, footer
 

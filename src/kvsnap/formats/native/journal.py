@@ -41,6 +41,17 @@ class Published:
         """True when there is no history, neither here nor of a parent."""
         return not self.entries and not (self.base and self.base.kept)
 
+    def restarted(self) -> Published:
+        """Return what the next turn goes on from: without turns that hold no id and no row, where all are such.
+
+        They say nothing of the model and the shapes of the history that begins behind them.
+        """
+        if self.is_empty or self.commit.n_tokens or self.commit.n_rows:
+            return self
+        nothing = bytes(16)
+        base = replace(self.base, kept=0, history=nothing) if self.base else None
+        return replace(self, entries=(), base=base, commit=replace(self.commit, digest=nothing))
+
 
 def published(file: NativeFile) -> Published:
     """Return what is known of an open file."""
@@ -110,10 +121,17 @@ class Journal:
         now, size, end = self.now, appender.size(), self.now.footer.file_length
         place = end - FOOTER_SIZE
         intact = size >= end and appender.read_at(place, FOOTER_SIZE) == now.footer.pack(self.header.salt, place)
-        if not intact or size != end + self.dropped or not appender.is_named:
+        if not appender.is_named:
             raise ConflictError(
-                "the file changed since it was opened", path=self.path, expected=f"{end} bytes", found=f"{size} bytes"
+                "the file changed since it was opened: it was removed, or another one has its name", path=self.path
             )
+        if not intact or size != end + self.dropped:
+            same = size == end + self.dropped
+            raise ConflictError(
+                "the file changed since it was opened", path=self.path,
+                expected=f"commit {now.commit.number} at its end" if same else f"{end + self.dropped} bytes",
+                found="another end" if same else f"{size} bytes",
+            )  # fmt: skip
         return end
 
     def _writer(self, appender: Appender) -> RecordWriter:

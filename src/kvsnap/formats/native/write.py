@@ -15,6 +15,7 @@ import xxhash
 
 from kvsnap import codecs
 from kvsnap.errors import InputError
+from kvsnap.formats.foreign import foreign_losses
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.sealed import BodyWriter, Lock, Seal, new_seal, seal_table
 from kvsnap.formats.native.tables import (
@@ -82,7 +83,8 @@ class SaveReport:
 
     `nbytes` counts all bytes written, `tensor_bytes` the decoded size of the tensors in it; `exact` tells whether every
     part decodes to the same bits, else `bound` is the largest absolute error any part admits. `inexact` names the
-    tensors that are not exact.
+    tensors that are not exact. `losses` is what the format has no place for: of a snapshot that came from a foreign
+    file also what only that format knows.
     """
 
     path: str | None
@@ -423,6 +425,7 @@ def report_of(
         inexact=inexact,
         commit=commit,
         file_id=file_id.hex(),
+        losses=foreign_losses(snapshot, "native"),
     )
 
 
