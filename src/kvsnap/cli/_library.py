@@ -326,10 +326,16 @@ def prune(max_bytes: int | None, remember: bool, like: str | None, dry_run: bool
         print(f"{_of(e)}: {would}removed, {size(e.nbytes)} ({e.why})")
     print(f"{size(report.before)} -> {size(report.after)}, limit {size(report.max_bytes)}"
           + (f", {size(report.over)} over: pinned or in use" if report.over else ""))  # fmt: skip
+    _tell_held(report.held_by, "files that it may mean or need are kept")
     if report.foreign:
         remark(
             f"note: {count(report.foreign, 'file')} that are not ours ({size(report.foreign_bytes)}) were left alone"
         )
+
+
+def _tell_held(held_by: Iterable[str], so: str) -> None:
+    for what in held_by:
+        remark(f"note: {what} cannot be read: {so} (see kvsnap doctor)")
 
 
 def _of(e: Evicted) -> str:
@@ -352,8 +358,7 @@ def collect(dry_run: bool, as_json: bool) -> None:
         return
     for e in report.removed:
         print(f"{e.file_id}: {'would be ' if dry_run else ''}removed, {size(e.nbytes)}")
-    for file_id in report.held_by:
-        remark(f"note: nothing is removed while {file_id} cannot be read: it may need what no name reaches")
+    _tell_held(report.held_by, "nothing is removed, since it may mean or need what no name reaches")
     print(f"{count(len(report.removed), 'file')}, {size(report.nbytes)}")
 
 

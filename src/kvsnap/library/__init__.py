@@ -182,7 +182,7 @@ class Library(Shelf):
             name_it()
             for name in view.names.get(file_id, ()):
                 self._place.write_pointer(name, Pointer(report.file_id, view.pointers[name].pinned))
-            if not view.children.get(file_id):
+            if not (view.children.get(file_id) or file_id in view.needed or view.unclear()):
                 self._place.remove_session(file_id)
                 parent = view.facts(file_id).parent
                 view.drop(file_id)

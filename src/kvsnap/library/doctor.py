@@ -47,7 +47,10 @@ def examine(place: Place, view: View, max_bytes: int | None, notes: list[str]) -
 
 def _names(view: View) -> Iterator[Finding]:
     for name, why in sorted(view.bad_names.items()):
-        yield Finding("name", f"{NAMES}/{name}", why, "remove this file by hand when nobody needs it")
+        hint = "remove this file by hand when nobody needs it"
+        if name in view.unread_names:
+            hint = "while it cannot be read, files without a name stay: kvsnap fork sessions/ID.kvsnap @NEW copies one"
+        yield Finding("name", f"{NAMES}/{name}", why, hint)
     for name, pointer in sorted(view.pointers.items()):
         state = view.state(pointer.file_id)
         if state != OK:
@@ -74,7 +77,7 @@ def _files(place: Place, view: View) -> Iterator[Finding]:
         else:
             yield Finding(
                 "orphan", where, f"no name reaches this file of {view.seen[file_id].size} bytes",
-                "kvsnap collect removes it",
+                "kvsnap collect removes it" if not view.may_be_needed(file_id) else "it stays: see what cannot be read",
             )  # fmt: skip
     for name, size in sorted(view.set_apart.items()):
         yield Finding(
