@@ -44,6 +44,7 @@ FOREIGN = "foreign"
 UNREADABLE = "unreadable"
 """The system refuses to read it."""
 _FORKED, _MAJOR = 2, 1
+_MOST = 2**63 - 1  # in a catalogue; no session comes this far
 UNKNOWN = "unknown"
 """In the place of a parent: what may be a fork cannot be read, so that it is not known what it needs."""
 
@@ -144,7 +145,7 @@ def facts_of(file: NativeFile) -> Facts:
         ids.append(span.table.tokens[: span.entry.n_tokens])
         turns.append((span.entry.n_tokens, span.entry.n_rows))
     return Facts(
-        n_tokens=commit.n_tokens, n_rows=commit.n_rows, n_pending=commit.n_pending, n_commits=commit.number,
+        n_tokens=commit.n_tokens, n_rows=commit.n_rows, n_pending=commit.n_pending, n_commits=min(commit.number, _MOST),
         complete=commit.complete, created_ns=file.header.created_ns, identity=pack_identity(file.identity),
         parent=file.base.parent.hex() if file.base else "", rewindable=is_rewindable(file.geometry.tensors),
         turns=np.cumsum(np.array(turns, np.int64).reshape(-1, 2), axis=0),

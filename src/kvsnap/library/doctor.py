@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+from kvsnap.library.catalogue import Catalogue
 from kvsnap.library.contents import DAMAGED, NEWER, OK, ORPHANED, UNREADABLE, read_facts
 from kvsnap.library.names import likeness
 from kvsnap.library.place import CATALOGUE, LOCK, MARKER, NAMES, QUARANTINE, SESSIONS, Place, session_name
@@ -24,13 +25,13 @@ _HINTS = {
 }
 
 
-def examine(place: Place, view: View, max_bytes: int | None, notes: list[str]) -> Doctor:
-    """Return all that can be said of a library. `notes` are those of the catalogue."""
+def examine(place: Place, catalogue: Catalogue, view: View, max_bytes: int | None) -> Doctor:
+    """Return all that can be said of a library."""
     findings = [
         *_names(view), *_files(place, view), *_strange(place, view), *_permissions(place, view),
-        *_disagreements(place, view),
+        *_disagreements(place, catalogue, view),
     ]  # fmt: skip
-    findings += [Finding("catalogue", CATALOGUE, note, is_problem=False) for note in notes]
+    findings += [Finding("catalogue", CATALOGUE, note, is_problem=False) for note in catalogue.notes]
     total = view.total
     if max_bytes is not None and total > max_bytes:
         findings.append(
@@ -113,7 +114,7 @@ def _permissions(place: Place, view: View) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _disagreements(place: Place, view: View) -> Iterator[Finding]:
+def _disagreements(place: Place, catalogue: Catalogue, view: View) -> Iterator[Finding]:
     """Read every file again and compare it with what the catalogue says of it."""
     for file_id, row in sorted(view.rows.items()):
         found = read_facts(place.session(file_id), file_id, row.facts)
@@ -126,6 +127,10 @@ def _disagreements(place: Place, view: View) -> Iterator[Finding]:
         ]  # fmt: skip
         if known.state == OK and (found.turns.shape != known.turns.shape or (found.turns != known.turns).any()):
             differing.append("turns")
+        if known.state == OK and not differing:
+            now, agreed = catalogue.agreed(row, found.tokens, found.n_tokens)
+            if agreed != found.n_tokens and now.history == row.history:
+                differing.append("ids")
         if differing:
             yield Finding(
                 "catalogue", f"{SESSIONS}/{session_name(file_id)}",

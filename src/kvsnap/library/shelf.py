@@ -98,7 +98,7 @@ class Shelf:
 
     def check(self) -> Doctor:
         """Look the library over; every file's index and tables are read again. Changes nothing but the catalogue."""
-        return self._look(lambda view: doctor.examine(self._place, view, self.max_bytes, self._catalogue.notes))
+        return self._look(lambda view: doctor.examine(self._place, self._catalogue, view, self.max_bytes))
 
     def refresh(self) -> None:
         """Bring the catalogue up to date with the files. Every other call does so by itself."""
