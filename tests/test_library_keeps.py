@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kvsnap.library import Library
+from kvsnap import files
+from kvsnap.errors import BusyError, StorageError
+from kvsnap.library import Library, place, session
+from kvsnap.session import Session
 from synthetic import snapshot
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="gives files to another user")
@@ -171,3 +174,84 @@ def test_a_fork_of_another_users_file_is_not_set_apart(library: Library) -> None
     assert fork.exists()
     os.truncate(parent, 300)
     assert {e.name: e.state for e in library.list()} == {"a": "missing", "b": "damaged"}
+
+
+# -- compacting --------------------------------------------------------------------------------------------------------
+
+
+def fail_behind_the_name(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
+    sync = files.fsync_directory
+
+    def failing(path: str) -> None:
+        if os.path.basename(path) == "names":
+            raise StorageError("no sync", path=path)
+        sync(path)
+
+    monkeypatch.setattr(files, "fsync_directory", failing)
+    return StorageError
+
+
+def fail_before_the_name(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
+    def failing(*_: object) -> None:
+        raise StorageError("no room")
+
+    monkeypatch.setattr(place.Place, "write_pointer", failing)
+    return StorageError
+
+
+def interrupt_behind_the_name(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
+    write = place.Place.write_pointer
+
+    def interrupted(*given: object) -> None:
+        write(*given)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place.Place, "write_pointer", interrupted)
+    return KeyboardInterrupt
+
+
+def no_room_to_open(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
+    def failing(*_: object) -> None:
+        raise StorageError("too many open files")
+
+    monkeypatch.setattr(session, "Journal", failing)
+    return StorageError
+
+
+FAILURES = [fail_behind_the_name, fail_before_the_name, interrupt_behind_the_name, no_room_to_open]
+
+
+@pytest.mark.parametrize("fail", FAILURES)
+def test_after_a_compacting_that_failed_turns_go_where_the_name_means(
+    library: Library, monkeypatch: pytest.MonkeyPatch, fail: Callable[[pytest.MonkeyPatch], type[BaseException]]
+) -> None:
+    add(library, "a")
+    library.fork("a", "b")  # so the old file stays
+    with library.open("a") as opened:
+        with monkeypatch.context() as patch, pytest.raises(fail(patch)):
+            opened.compact()
+        assert opened.path == library.session_path("a")
+        opened.append(snapshot((1, 2, 3, 4)))
+    assert {e.name: e.n_tokens for e in library.list()} == {"a": 4, "b": 3}
+    library.collect()
+    assert library.check().ok
+
+
+def test_nobody_opens_a_compacted_file_before_the_session_does(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(library, "a")
+    library.fork("a", "b")
+    write = place.Place.write_pointer
+
+    def other(*given: object) -> None:
+        write(*given)  # type: ignore[arg-type]
+        with pytest.raises(BusyError):
+            Session.open(library.session_path("a"))
+
+    with library.open("a") as opened:
+        with monkeypatch.context() as patch:
+            patch.setattr(place.Place, "write_pointer", other)
+            opened.compact()
+        opened.append(snapshot((1, 2, 3, 4)))
+    assert {e.name: e.n_tokens for e in library.list()} == {"a": 4, "b": 3}

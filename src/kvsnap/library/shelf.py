@@ -115,10 +115,14 @@ class Shelf:
 
     def name_of(self, file_id: str) -> str:
         """Return a name that means this file. Raise `MissingError` when there is none."""
-        names = self._names().names.get(file_id)
+        return self.names_of(file_id, self._names())[0]
+
+    def names_of(self, file_id: str, view: View) -> tuple[str, ...]:
+        """Return all names that mean this file. Raise `MissingError` when there is none."""
+        names = view.names.get(file_id)
         if not names:
             raise MissingError("no name of the library means this session any more", path=self._place.session(file_id))
-        return names[0]
+        return tuple(names)
 
     def _names(self) -> View:
         return self._look(lambda view: view)
