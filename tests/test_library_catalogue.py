@@ -14,8 +14,9 @@ from kvsnap.formats.native.journal import new_header
 from kvsnap.formats.native.tables import Commit, Operation
 from kvsnap.formats.native.write import MemorySink, RecordWriter
 from kvsnap.identity import Identity
-from kvsnap.library import Library, catalogue, searching
+from kvsnap.library import Library, catalogue, doctor, searching
 from kvsnap.records import HEADER_SIZE, SESSION
+from kvsnap.session import Session
 from synthetic import IDENTITY, snapshot
 
 LONG = tuple(range(1, 600))
@@ -180,3 +181,66 @@ def test_a_child_that_closes_a_library_leaves_the_catalogue_of_its_parent_alone(
     assert list(Path(library.path).glob("catalogue.sqlite-journal"))  # the child did not roll back
     db.execute("COMMIT")
     assert "x" in library._catalogue.uses()
+
+
+@pytest.mark.parametrize("act", ["collect", "prune", "remove", "open", "list"])
+def test_a_catalogue_that_is_replaced_while_one_looks_hides_no_file(
+    library: Library, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    """A fork that is not seen is a parent that is removed."""
+    parent = Path(library.session_path("long"))
+    library.remove("long")
+    with library.open("new") as session:
+        session.append(snapshot((5, 6)))
+    with Session.open(parent) as session:  # the library is not told, so the next look reads it
+        session.append(snapshot((*LONG, 7)))
+    update = catalogue.Catalogue.update
+
+    def other(self: catalogue.Catalogue, *given: object) -> None:
+        monkeypatch.setattr(catalogue.Catalogue, "update", update)
+        (Path(library.path) / "catalogue.sqlite").unlink()
+        update(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(catalogue.Catalogue, "update", other)
+    if act == "collect":
+        library.collect()
+    elif act == "prune":
+        library.pin("fork")
+        library.prune(0)
+    elif act == "remove":
+        library.remove("new")
+    elif act == "open":
+        library.open("fork").close()
+    assert parent.exists()
+    assert {e.name: e.state for e in library.list()}["fork"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("at", "raw"), [(18, b"\x09\x09"), (44, b"\x00\x00\x00\x09"), (56, b"\x00\x00\x00\x02"), (56, b"\x00\x00\x00\x09")]
+)
+def test_a_damaged_header_of_the_catalogue_is_made_anew(library: Library, at: int, raw: bytes) -> None:
+    expected = answers(library)
+    library.close()
+    with (Path(library.path) / "catalogue.sqlite").open("r+b") as file:
+        file.seek(at)
+        file.write(raw)
+    with Library(library.path) as again:
+        assert answers(again) == expected
+    with Library(library.path) as again:
+        assert answers(again) == expected
+        assert (again._catalogue.in_memory, again._catalogue.notes) == (False, [])
+
+
+def test_a_session_that_is_written_while_the_doctor_looks_is_no_problem(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = doctor.read_facts
+
+    def other(path: str, *given: object) -> object:
+        monkeypatch.setattr(doctor, "read_facts", before)
+        with Session.open(path) as session:
+            session.append(snapshot((*session.tokens, 7)))
+        return before(path, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(doctor, "read_facts", other)
+    assert library.check().ok

@@ -255,3 +255,23 @@ def test_nobody_opens_a_compacted_file_before_the_session_does(
             opened.compact()
         opened.append(snapshot((1, 2, 3, 4)))
     assert {e.name: e.n_tokens for e in library.list()} == {"a": 4, "b": 3}
+
+
+def test_a_name_that_moves_while_one_looks_is_followed(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(library, "a")
+    listing = place.Place.listing
+
+    def other(self: place.Place, directory: str) -> place.Listing:
+        if directory == "sessions":
+            monkeypatch.setattr(place.Place, "listing", listing)
+            with Library(library.path) as second:
+                second.compact("a")
+        return listing(self, directory)
+
+    for look in (library.list, lambda: library.open("a", readonly=True).close(), library.check, library.tree):
+        monkeypatch.setattr(place.Place, "listing", other)
+        look()
+    monkeypatch.setattr(place.Place, "listing", other)
+    assert [e.state for e in library.list()] == ["ok"]
+    monkeypatch.setattr(place.Place, "listing", other)
+    assert library.check().ok

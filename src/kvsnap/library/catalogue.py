@@ -42,6 +42,8 @@ __all__ = ["Catalogue", "CatalogueLost", "Row"]
 
 T = TypeVar("T")
 _PATIENCE = 5.0
+_PASSING = ("locked", "unable to open", "readonly", "disk", "locking protocol", "interrupted")
+"""Words of errors of sqlite that a new file does not help against."""
 
 
 class CatalogueLost(Exception):  # noqa: N818 # not an error: the work is done again with the new catalogue
@@ -267,7 +269,7 @@ class Catalogue:
 def _is_spoilt(error: Exception) -> bool:
     """Tell whether the content is wrong, so that a new file helps; else the file cannot be used now."""
     if isinstance(error, sqlite3.OperationalError):
-        return any(words in str(error) for words in ("no such", "decode"))  # a table or a column; text that is none
+        return not any(words in str(error) for words in _PASSING)
     return not isinstance(error, (KvsnapError, OSError, sqlite3.ProgrammingError, sqlite3.InterfaceError))
 
 

@@ -131,8 +131,17 @@ def _disagreements(place: Place, catalogue: Catalogue, view: View) -> Iterator[F
             now, agreed = catalogue.agreed(row, found.tokens, found.n_tokens)
             if agreed != found.n_tokens and now.history == row.history:
                 differing.append("ids")
-        if differing:
+        if differing and _is_unchanged(place, file_id, row.stamp):
             yield Finding(
                 "catalogue", f"{SESSIONS}/{session_name(file_id)}",
                 f"the catalogue says otherwise of {', '.join(differing)}", f"remove {CATALOGUE}: it is made anew",
             )  # fmt: skip
+
+
+def _is_unchanged(place: Place, file_id: str, stamp: tuple[int, ...]) -> bool:
+    """Tell whether the file is still the one that was looked at: another process may write it all the while."""
+    try:
+        found = os.lstat(place.session(file_id))
+    except OSError:
+        return False
+    return (found.st_size, found.st_mtime_ns, found.st_ino) == stamp

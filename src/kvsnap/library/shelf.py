@@ -76,7 +76,9 @@ class Shelf:
         for _ in range(_TRIES):
             with suppress(CatalogueLost):
                 return work(look(self._place, self._catalogue))
-        raise StorageError("the catalogue is lost again and again", path=self._place.within(CATALOGUE))
+        raise StorageError(
+            "the library is changed, or its catalogue lost, again and again", path=self._place.within(CATALOGUE)
+        )
 
     def list(self) -> tuple[Entry, ...]:
         """Return all names, sorted, with what is known of their files. Reads only files that changed."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvsnap.errors import InputError, KvsnapError, MissingError
-from kvsnap.library.catalogue import Catalogue, Row
+from kvsnap.library.catalogue import Catalogue, CatalogueLost, Row
 from kvsnap.library.contents import DAMAGED, FOREIGN, OK, ORPHANED, UNKNOWN, UNREADABLE, Facts, read_facts
 from kvsnap.library.names import check_name
 from kvsnap.library.place import (
@@ -150,7 +150,8 @@ class View:
 def look(place: Place, catalogue: Catalogue) -> View:
     """Look at what is there; only files that changed since they were looked at are read.
 
-    The catalogue follows. Raise `CatalogueLost`, `StorageError`, `InputError` where a directory was replaced by a link.
+    The catalogue follows. Raise `CatalogueLost` (also where names moved meanwhile: look again), `StorageError`,
+    `InputError` where a directory was replaced by a link.
     """
     place.check()
     view = View()
@@ -167,13 +168,19 @@ def look(place: Place, catalogue: Catalogue) -> View:
             )
         else:
             view.seen[file_id] = seen
+    if _moved(place, view):
+        raise CatalogueLost
     view.set_apart = {name: seen.size for name, seen in place.listing(QUARANTINE).ours.items()}
     known = catalogue.rows()
     changed = _changed(place, view, known)
     gone = [file_id for file_id in known if file_id not in view.seen]
     if changed or gone:
+        expected = {*changed, *(known.keys() & view.seen.keys())}
         catalogue.update(changed, gone)
         known = catalogue.rows()
+        # Whoever does not see a file does not see what it needs: the catalogue may have been replaced in between.
+        if any(f not in known and os.path.lexists(place.session(f)) for f in expected):
+            raise CatalogueLost
     for file_id in [f for f in view.seen if f in known]:
         facts = known[file_id].facts
         if facts.state == FOREIGN:
@@ -209,6 +216,21 @@ def _look_at_names(place: Place, view: View) -> None:
             view.unread_names.append(name)
             continue
         view.names.setdefault(pointer.file_id, []).append(name)
+
+
+def _moved(place: Place, view: View) -> bool:
+    """Tell whether a name whose file is not seen means another one by now: its session was compacted meanwhile."""
+    for name, pointer in view.pointers.items():
+        if pointer.file_id not in view.seen:
+            try:
+                now = place.read_pointer(name)
+            except MissingError:
+                return True
+            except KvsnapError:  # told by whoever opens it
+                continue
+            if now != pointer:
+                return True
+    return False
 
 
 def _look_at_others(place: Place, view: View) -> None:
