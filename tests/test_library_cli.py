@@ -130,10 +130,35 @@ def test_the_longest_common_history_is_found(kv: Call, library: Path, tmp_path: 
     Path("none.txt").write_text("1 2 3")
     for as_json in ((), ("--json",)):
         assert kv("find", "--tokens-from", "none.txt", *as_json).code == 3
-    for bad, code in (("words and so on", 4), ("", 4), ("99999999999", 2)):
+    for bad, code in (("words and so on", 4), ("", 4), ("99999999999", 2), ("9" * 5000, 2), ("0" * 5000 + "1", 3)):
         Path("bad.txt").write_text(bad)
         assert kv("find", "--tokens-from", "bad.txt").code == code
     assert kv("find", "--tokens-from", "gone.txt").code == 3
+
+
+def test_an_encrypted_file_may_be_what_a_library_is_compared_with(kv: Call, library: Path) -> None:
+    pytest.importorskip("cryptography")
+    key = bytes(range(32))
+    Path("key").write_bytes(key)
+    Path("key").chmod(0o600)
+    kvsnap.save(snapshot((*TOKENS[:5], 7)), "closed.kvsnap", key=key)
+    for command in (("find", "--tokens-from"), ("prune", "--max-bytes", "1GB", "--like")):
+        assert kv(*command, "closed.kvsnap").code == 16
+        assert kv(*command, "closed.kvsnap", "--key-file", "key").code == 0
+        assert kv(*command, "@chat", "--key-file", "key").code == 2  # a key that is named is demanded
+    assert kv("find", "--tokens-from", "closed.kvsnap", "--key-file", "key", "--json").data["found"]["n_tokens"] == 5
+    Path("ids.txt").write_text("11 12")
+    assert kv("find", "--tokens-from", "ids.txt", "--key-file", "key").code == 2
+
+
+def test_what_keeps_files_from_being_removed_is_told(kv: Call, library: Path) -> None:
+    assert kv("fork", "@chat", "@idea").code == 0
+    (library / "names" / "idea").write_bytes(b"")
+    assert kv("collect", "--json").data["held_by"] == ["names/idea"]
+    for command in (("collect",), ("prune", "--max-bytes", "0", "--dry-run")):
+        assert "names/idea cannot be read" in kv(*command).err
+    assert kv("rm", "idea").out == "idea: removed, its file stays (still needed, or damaged)\n"
+    assert len(kv("collect", "--json").data["removed"]) == 1
 
 
 @pytest.mark.parametrize(

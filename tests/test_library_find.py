@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.files import system
 from kvsnap.identity import Identity, compare
-from kvsnap.library import Library, catalogue, trie
+from kvsnap.library import Library, catalogue, tables, trie
 from kvsnap.library.contents import Facts
 from kvsnap.session import Session
 from synthetic import IDENTITY, snapshot
@@ -188,6 +188,7 @@ def test_a_search_agrees_with_brute_force(plan: Any, queries: list[tuple[int, ..
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
         patch.setattr(trie, "BLOCK", block)
         patch.setattr(catalogue, "BLOCK", block)
+        patch.setattr(tables, "BLOCK", block)
         patch.setattr(system, "sync", lambda *_, **__: None)
         with Library(Path(place) / "l") as library:
             for number, (tokens, sizes, recurrent, pending) in enumerate(plan):

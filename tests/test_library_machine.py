@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvsnap.errors import InputError
 from kvsnap.files import system
-from kvsnap.library import Library, PruneReport, catalogue, trie
+from kvsnap.library import Library, PruneReport, catalogue, tables, trie
 from synthetic import snapshot
 
 pytestmark = pytest.mark.exhaustive
@@ -34,6 +34,7 @@ class Machine(RuleBasedStateMachine):
             mock.patch.object(system, "sync_directory", return_value=None),
             mock.patch.object(trie, "BLOCK", 4),
             mock.patch.object(catalogue, "BLOCK", 4),
+            mock.patch.object(tables, "BLOCK", 4),
         ]
         for patch in self.patches:
             patch.start()

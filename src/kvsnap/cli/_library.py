@@ -11,6 +11,7 @@ import click
 
 import kvsnap
 from kvsnap import formats
+from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._names import library_option, library_path, named, open_existing
 from kvsnap.cli._output import CheckFailed, count, emit, examples, json_option, remark, show_table, size, table
 from kvsnap.errors import FormatError, InputError, MissingError, StorageError
@@ -124,19 +125,20 @@ def _walk(root: Branch) -> Iterable[tuple[int, tuple[bool, ...], Branch]]:
 @click.command()
 @click.option("--tokens-from", "source", metavar="FILE", required=True, callback=named,
               help="A file of kvsnap or another format, @NAME, or a text file of token ids (- for stdin).")  # fmt: skip
+@key_options()
 @library_option
 @json_option
 @examples(
     "kvsnap find --tokens-from other.kvsnap",
     'echo "1 2 3" | kvsnap find --tokens-from -',
 )
-def find(source: str, as_json: bool) -> None:
+def find(source: str, keys: Keys, as_json: bool) -> None:
     """Find the session whose history agrees longest with some token ids, from the start.
 
     Of a file that says which model it is of, only sessions count that this model can go on with. No tensor is read.
     Exit code 3 when no session agrees.
     """
-    tokens, identity = _tokens_of(source)
+    tokens, identity = _tokens_of(source, keys)
     with open_existing() as library:
         found = library.find(tokens, identity)
     if as_json:
@@ -150,20 +152,30 @@ def find(source: str, as_json: bool) -> None:
         raise CheckFailed(MissingError.exit_code)
 
 
-def _tokens_of(source: str) -> tuple[tuple[int, ...], Identity | None]:
+def _tokens_of(source: str, keys: Keys) -> tuple[tuple[int, ...], Identity | None]:
     if source != "-":
         try:
-            found = formats.format_of(source)
+            formats.format_of(source)
         except FormatError:
             pass
         else:
-            snapshot = found.load(source, mmap=False)
+            snapshot = kvsnap.load(source, mmap=False, key=keys.of(source))
             known = snapshot.identity if snapshot.identity.weights else None
             return snapshot.tokens, known
+    if (keys.key_file or keys.key_command) is not None:
+        raise InputError("a key was named, and token ids in a text are not encrypted", path=source)
     words = re.split(r"[,\s]+", _text(source).strip(" ,[]\n"))
     if not all(re.fullmatch(r"[0-9]+", word) for word in words):
         raise FormatError("neither a file that kvsnap reads nor a text of token ids", path=source)
-    return tuple(int(word) for word in words), None
+    return tuple(_id(word) for word in words), None
+
+
+def _id(word: str) -> int:
+    """Return the number that these digits are. Raise `InputError` for one that no id can be."""
+    digits = word.lstrip("0")
+    if len(digits) > 10:
+        raise InputError("this is no token id", expected="0 to 2^31 - 1", found=f"a number of {len(digits)} digits")
+    return int(digits or "0")
 
 
 def _text(source: str) -> str:
@@ -232,7 +244,11 @@ def rm(names: tuple[str, ...], as_json: bool) -> None:
             removed += done
             if not as_json:
                 freed = sum(e.nbytes for e in done)
-                print(f"{name}: removed, {size(freed)} freed" if done else f"{name}: removed, its file is still needed")
+                print(
+                    f"{name}: removed, {size(freed)} freed"
+                    if done
+                    else f"{name}: removed, its file stays (still needed, or damaged)"
+                )
     if as_json:
         emit({"removed": [_plain(n) for n in names], "files": [e.to_dict() for e in removed]})
 
@@ -296,6 +312,7 @@ def _set_pins(names: tuple[str, ...], *, pinned: bool, as_json: bool) -> None:
 )  # fmt: skip
 @click.option("--remember", is_flag=True, help="Store this limit: it holds for everyone who opens the library.")
 @click.option("--like", metavar="FILE", callback=named, help="Sessions of another model than that of FILE go first.")
+@key_options()
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @library_option
 @json_option
@@ -303,7 +320,9 @@ def _set_pins(names: tuple[str, ...], *, pinned: bool, as_json: bool) -> None:
     "kvsnap prune --max-bytes 20GB --dry-run",
     "kvsnap prune --max-bytes 20GB --remember",
 )
-def prune(max_bytes: int | None, remember: bool, like: str | None, dry_run: bool, as_json: bool) -> None:
+def prune(
+    max_bytes: int | None, remember: bool, like: str | None, dry_run: bool, keys: Keys, as_json: bool
+) -> None:  # fmt: skip
     """Make room: remove the sessions used least recently until the rest takes at most --max-bytes.
 
     Pinned sessions stay, and those that are being written, and what a fork needs. Damaged files are set apart in
@@ -311,7 +330,7 @@ def prune(max_bytes: int | None, remember: bool, like: str | None, dry_run: bool
     """
     if remember and (dry_run or max_bytes is None):
         raise click.UsageError("--remember needs --max-bytes, and no --dry-run")
-    identity = None if like is None else kvsnap.inspect(like).identity
+    identity = None if like is None else kvsnap.inspect(like, key=keys.of(like)).identity
     with open_existing() if dry_run else _open() as library:
         report = library.prune(max_bytes, identity=identity, dry_run=dry_run)
         if remember:
@@ -326,10 +345,16 @@ def prune(max_bytes: int | None, remember: bool, like: str | None, dry_run: bool
         print(f"{_of(e)}: {would}removed, {size(e.nbytes)} ({e.why})")
     print(f"{size(report.before)} -> {size(report.after)}, limit {size(report.max_bytes)}"
           + (f", {size(report.over)} over: pinned or in use" if report.over else ""))  # fmt: skip
+    _tell_held(report.held_by, "files that it may mean or need are kept")
     if report.foreign:
         remark(
             f"note: {count(report.foreign, 'file')} that are not ours ({size(report.foreign_bytes)}) were left alone"
         )
+
+
+def _tell_held(held_by: Iterable[str], so: str) -> None:
+    for what in held_by:
+        remark(f"note: {what} cannot be read: {so} (see kvsnap doctor)")
 
 
 def _of(e: Evicted) -> str:
@@ -352,8 +377,7 @@ def collect(dry_run: bool, as_json: bool) -> None:
         return
     for e in report.removed:
         print(f"{e.file_id}: {'would be ' if dry_run else ''}removed, {size(e.nbytes)}")
-    for file_id in report.held_by:
-        remark(f"note: nothing is removed while {file_id} cannot be read: it may need what no name reaches")
+    _tell_held(report.held_by, "nothing is removed, since it may mean or need what no name reaches")
     print(f"{count(len(report.removed), 'file')}, {size(report.nbytes)}")
 
 

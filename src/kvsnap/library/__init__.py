@@ -176,17 +176,19 @@ class Library(Shelf):
         with suppress(KvsnapError):
             self._enforce(identity, keep=file_id)
 
-    def replaced(self, file_id: str, file: NativeFile, progress: Progress | None) -> CompactReport:
-        """Put a compacted file in the place of one that a session of this library holds open."""
+    def replaced(self, session: LibrarySession, file: NativeFile, progress: Progress | None) -> CompactReport:
+        """Put a compacted file in the place of that of a session of this library, which goes on there."""
+        file_id = session.file_id
         with (
             making.compacted_session(self._place, file, progress) as (report, name_it),
             self._place.locked(),
         ):
             view = self._names()
+            pointers = {name: view.pointers[name] for name in self.names_of(file_id, view)}
             name_it()
-            for name in view.names.get(file_id, ()):
-                self._place.write_pointer(name, Pointer(report.file_id, view.pointers[name].pinned))
-            if not view.children.get(file_id):
+            with session.moving(report.path) as go_on:
+                making.point(self._place, pointers, report.file_id, go_on)
+            if not (view.children.get(file_id) or file_id in view.needed or view.unclear()):
                 self._place.remove_session(file_id)
                 parent = view.facts(file_id).parent
                 view.drop(file_id)

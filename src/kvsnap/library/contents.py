@@ -43,8 +43,10 @@ FOREIGN = "foreign"
 """Not a session of ours, or under a name that is not its file id."""
 UNREADABLE = "unreadable"
 """The system refuses to read it."""
+_FORKED, _MAJOR = 2, 1
+_MOST = 2**63 - 1  # in a catalogue; no session comes this far
 UNKNOWN = "unknown"
-"""In the place of a parent: a fork that cannot be read, so that it is not known what it needs."""
+"""In the place of a parent: what may be a fork cannot be read, so that it is not known what it needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,17 +106,23 @@ def read_facts(path: str, file_id: str, before: Facts | None = None) -> Facts | 
     except KvsnapError as error:
         state, reason = DAMAGED, str(error)
     known = before or Facts()
-    parent = known.parent or (UNKNOWN if state == DAMAGED and _claims_fork(path) else "")
+    parent = known.parent or (UNKNOWN if state != ORPHANED and _may_be_fork(path, state) else "")
     return replace(known, state=state, reason=reason, parent=parent)
 
 
-def _claims_fork(path: str) -> bool:
-    """Tell whether a damaged file has the feature bit of a fork. Spec sections 2 and 19."""
+def _may_be_fork(path: str, state: str) -> bool:
+    """Tell whether a file that cannot be read may be a fork: it has the feature bit of one. Spec sections 2 and 19.
+
+    Where not even that can be read, or a higher major version may say it otherwise, it may be one.
+    """
     try:
         with Reader(path, follow_symlinks=False) as reader:
-            return reader.size >= 24 and bool(reader.read_at(16, 1)[0] & 2)
+            if reader.size < 24:
+                return False
+            head = reader.read_at(0, 24)
     except KvsnapError:
-        return False
+        return state == UNREADABLE
+    return bool(head[16] & _FORKED) or (state == NEWER and int.from_bytes(head[8:10], "little") != _MAJOR)
 
 
 def _read(path: str, file_id: str) -> Facts:
@@ -139,7 +147,7 @@ def facts_of(file: NativeFile) -> Facts:
         ids.append(span.table.tokens[: span.entry.n_tokens])
         turns.append((span.entry.n_tokens, span.entry.n_rows))
     return Facts(
-        n_tokens=commit.n_tokens, n_rows=commit.n_rows, n_pending=commit.n_pending, n_commits=commit.number,
+        n_tokens=commit.n_tokens, n_rows=commit.n_rows, n_pending=commit.n_pending, n_commits=min(commit.number, _MOST),
         complete=commit.complete, created_ns=file.header.created_ns, identity=pack_identity(file.identity),
         parent=file.base.parent.hex() if file.base else "", rewindable=is_rewindable(file.geometry.tensors),
         turns=np.cumsum(np.array(turns, np.int64).reshape(-1, 2), axis=0),

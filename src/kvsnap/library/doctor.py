@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+from kvsnap.library.catalogue import Catalogue
 from kvsnap.library.contents import DAMAGED, NEWER, OK, ORPHANED, UNREADABLE, read_facts
 from kvsnap.library.names import likeness
 from kvsnap.library.place import CATALOGUE, LOCK, MARKER, NAMES, QUARANTINE, SESSIONS, Place, session_name
@@ -24,13 +25,13 @@ _HINTS = {
 }
 
 
-def examine(place: Place, view: View, max_bytes: int | None, notes: list[str]) -> Doctor:
-    """Return all that can be said of a library. `notes` are those of the catalogue."""
+def examine(place: Place, catalogue: Catalogue, view: View, max_bytes: int | None) -> Doctor:
+    """Return all that can be said of a library."""
     findings = [
         *_names(view), *_files(place, view), *_strange(place, view), *_permissions(place, view),
-        *_disagreements(place, view),
+        *_disagreements(place, catalogue, view),
     ]  # fmt: skip
-    findings += [Finding("catalogue", CATALOGUE, note, is_problem=False) for note in notes]
+    findings += [Finding("catalogue", CATALOGUE, note, is_problem=False) for note in catalogue.notes]
     total = view.total
     if max_bytes is not None and total > max_bytes:
         findings.append(
@@ -47,7 +48,10 @@ def examine(place: Place, view: View, max_bytes: int | None, notes: list[str]) -
 
 def _names(view: View) -> Iterator[Finding]:
     for name, why in sorted(view.bad_names.items()):
-        yield Finding("name", f"{NAMES}/{name}", why, "remove this file by hand when nobody needs it")
+        hint = "remove this file by hand when nobody needs it"
+        if name in view.unread_names:
+            hint = "while it cannot be read, files without a name stay: kvsnap fork sessions/ID.kvsnap @NEW copies one"
+        yield Finding("name", f"{NAMES}/{name}", why, hint)
     for name, pointer in sorted(view.pointers.items()):
         state = view.state(pointer.file_id)
         if state != OK:
@@ -80,7 +84,7 @@ def _files(place: Place, view: View) -> Iterator[Finding]:
         else:
             yield Finding(
                 "orphan", where, f"no name reaches this file of {view.seen[file_id].size} bytes",
-                "kvsnap collect removes it",
+                "kvsnap collect removes it" if not view.may_be_needed(file_id) else "it stays: see what cannot be read",
             )  # fmt: skip
     for name, size in sorted(view.set_apart.items()):
         yield Finding(
@@ -116,7 +120,7 @@ def _permissions(place: Place, view: View) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _disagreements(place: Place, view: View) -> Iterator[Finding]:
+def _disagreements(place: Place, catalogue: Catalogue, view: View) -> Iterator[Finding]:
     """Read every file again and compare it with what the catalogue says of it."""
     for file_id, row in sorted(view.rows.items()):
         found = read_facts(place.session(file_id), file_id, row.facts)
@@ -135,8 +139,21 @@ def _disagreements(place: Place, view: View) -> Iterator[Finding]:
         ]  # fmt: skip
         if known.state == OK and (found.turns.shape != known.turns.shape or (found.turns != known.turns).any()):
             differing.append("turns")
-        if differing:
+        if known.state == OK and not differing:
+            now, agreed = catalogue.agreed(row, found.tokens, found.n_tokens)
+            if agreed != found.n_tokens and now.history == row.history:
+                differing.append("ids")
+        if differing and _is_unchanged(place, file_id, row.stamp):
             yield Finding(
                 "catalogue", f"{SESSIONS}/{session_name(file_id)}",
                 f"the catalogue says otherwise of {', '.join(differing)}", f"remove {CATALOGUE}: it is made anew",
             )  # fmt: skip
+
+
+def _is_unchanged(place: Place, file_id: str, stamp: tuple[int, ...]) -> bool:
+    """Tell whether the file is still the one that was looked at: another process may write it all the while."""
+    try:
+        found = os.lstat(place.session(file_id))
+    except OSError:
+        return False
+    return (found.st_size, found.st_mtime_ns, found.st_ino) == stamp

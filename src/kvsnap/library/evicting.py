@@ -8,8 +8,8 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from kvsnap.errors import KvsnapError
-from kvsnap.library.contents import DAMAGED, NEWER, ORPHANED, UNKNOWN, UNREADABLE
-from kvsnap.library.place import Place
+from kvsnap.library.contents import DAMAGED, NEWER, ORPHANED, UNREADABLE
+from kvsnap.library.place import NAMES, Place
 from kvsnap.library.reports import CollectReport, Evicted, PruneReport
 from kvsnap.library.view import View
 
@@ -28,7 +28,7 @@ def prune(
     """
     before, set_apart, skipped = view.total, [], set()
     for file_id in [f for f in view.rows if view.state(f) in _BAD]:
-        if view.is_needed(file_id):
+        if view.is_needed(file_id) or file_id in view.needed:
             continue
         if place.is_busy(file_id):
             skipped.add(file_id)
@@ -44,7 +44,8 @@ def prune(
     evicted = _evict(place, view, max_bytes, is_other, keep, skipped, dry_run=dry_run)
     return PruneReport(
         max_bytes=max_bytes, before=before, after=view.total, evicted=tuple(evicted), set_apart=tuple(set_apart),
-        skipped=tuple(sorted(skipped)), foreign=len(view.others), foreign_bytes=view.other_bytes, dry_run=dry_run,
+        skipped=tuple(sorted(skipped)), held_by=_held_by(view), foreign=len(view.others),
+        foreign_bytes=view.other_bytes, dry_run=dry_run,
     )  # fmt: skip
 
 
@@ -63,6 +64,8 @@ def _evict(
     if total <= max_bytes:
         return evicted
     kept = _kept(view) | {keep}
+    # What cannot be read now cannot be read later either, and means or needs what it did.
+    kept |= {file_id for file_id in view.rows if view.may_be_needed(file_id)}
     queue: list[tuple[bool, bool, int, str]] = []
 
     def offer(file_id: str) -> None:
@@ -98,6 +101,11 @@ def _kept(view: View) -> set[str]:
     """
     kept = {f for f in view.rows if view.state(f) in (*_BAD, NEWER, UNREADABLE)}
     return kept | {pointer.file_id for pointer in view.pointers.values() if pointer.pinned}
+
+
+def _held_by(view: View) -> tuple[str, ...]:
+    """Return what cannot be read, so that nobody knows which files it means or needs: file ids, and names/NAME."""
+    return (*sorted(view.unclear()), *(f"{NAMES}/{name}" for name in sorted(view.unread_names)))
 
 
 def _remove(
@@ -146,7 +154,7 @@ def _drop_file(view: View, file_id: str) -> None:
 
 def collect(place: Place, view: View, *, dry_run: bool) -> CollectReport:
     """Remove the files that no name reaches, marking through parents. What is damaged or being written stays."""
-    held = [f for f in view.rows if view.facts(f).parent == UNKNOWN or view.state(f) in (UNREADABLE, NEWER)]
+    held = {*_held_by(view), *(f for f in view.rows if view.state(f) in (UNREADABLE, NEWER))}
     removed: list[Evicted] = []
     skipped: set[str] = set()
     if not held:
@@ -165,11 +173,16 @@ def collect(place: Place, view: View, *, dry_run: bool) -> CollectReport:
 
 
 def remove_unneeded(place: Place, view: View, file_id: str, lost: tuple[str, ...] = ()) -> list[Evicted]:
-    """Remove a file that `lost` these names, and then those that only it needed, unless a name or a fork needs them."""
+    """Remove a file that `lost` these names, and then those that only it needed, unless a name or a fork needs them.
+
+    Where that cannot be known they stay; so does the file itself where only a fork may need it.
+    """
     removed: list[Evicted] = []
     skipped: set[str] = set()
     at = file_id
     while at in view.rows and not view.names.get(at) and not view.children.get(at):
+        if at in view.needed or view.unclear(but=at) or (not lost and view.may_be_needed(at)):
+            break
         parent = view.facts(at).parent
         if view.state(at) in _BAD:
             place.set_apart(at)

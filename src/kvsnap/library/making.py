@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 
 from kvsnap import formats
@@ -19,11 +19,11 @@ from kvsnap.formats.native.copy import CompactReport, compact_report, copy_sessi
 from kvsnap.formats.native.fork import fork_file
 from kvsnap.formats.native.journal import empty_file
 from kvsnap.formats.native.vault import refuse_encrypted
-from kvsnap.library.place import SESSIONS, Place
+from kvsnap.library.place import SESSIONS, Place, Pointer
 from kvsnap.protocols import Progress
 from kvsnap.session import Session
 
-__all__ = ["added_file", "compacted_session", "empty_session", "fork_session"]
+__all__ = ["added_file", "compacted_session", "empty_session", "fork_session", "point"]
 
 _FILE_ID = slice(40, 56)
 
@@ -96,6 +96,29 @@ def compacted_session(
         file_id = header.file_id.hex()
         report = compact_report(file, place.session(file_id), history, header, footer)
         yield report, lambda: _name(place, temporary, file_id)
+
+
+def point(place: Place, pointers: Mapping[str, Pointer], file_id: str, go_on: Callable[[], None]) -> None:
+    """Let names mean another file, which nobody knows yet; call `go_on` once one does, also when an error comes behind.
+
+    Where none does after an error, the file is removed.
+    """
+    try:
+        for name, pointer in pointers.items():
+            place.write_pointer(name, Pointer(file_id, pointer.pinned))
+    finally:
+        if any(_means(place, name, file_id) for name in pointers):
+            go_on()
+        else:
+            with suppress(KvsnapError):  # the error that brought us here matters more
+                place.remove_session(file_id)
+
+
+def _means(place: Place, name: str, file_id: str) -> bool:
+    try:
+        return place.read_pointer(name).file_id == file_id
+    except KvsnapError:  # not known: then nothing is removed
+        return True
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from kvsnap.errors import (
 from kvsnap.files import TEMPORARY_PREFIX, Appender, Reader, make_directory, move, remove, translate, write_whole
 from kvsnap.library.names import check_name
 
-__all__ = ["Listing", "Place", "Pointer", "Seen", "Settings", "file_id_of", "session_name"]
+__all__ = ["LINK", "OF_OTHERS", "Listing", "Place", "Pointer", "Seen", "Settings", "file_id_of", "session_name"]
 
 MARKER = "kvsnap-library"
 VERSION = 1
@@ -41,6 +41,8 @@ _OWN = {MARKER, LOCK, CATALOGUE, f"{CATALOGUE}-journal", NAMES, SESSIONS, QUARAN
 _ID = re.compile(r"([0-9a-f]{32})\.kvsnap")
 _POINTER = re.compile(rb"kvsnap-name 1\nfile ([0-9a-f]{32})\npinned ([01])\n")
 _SMALL = 1 << 16
+LINK = "a symbolic link, which is not followed"
+OF_OTHERS = "it belongs to another user"
 _WAIT = 10.0
 _TICK = 100_000_000
 
@@ -195,7 +197,7 @@ class Place:
             except OSError as error:
                 raise translate(error, path, "look at") from error
             if not stat.S_ISDIR(mode):
-                what = "a symbolic link, which is not followed" if stat.S_ISLNK(mode) else "no directory"
+                what = LINK if stat.S_ISLNK(mode) else "no directory"
                 raise InputError("a directory of the library is expected here", path=path, found=what)
 
     def _small(self, *parts: str) -> bytes:
@@ -365,11 +367,11 @@ def _foreign(name: str, facts: os.stat_result, owners: set[int]) -> str:
     except UnicodeEncodeError:
         return "its name cannot be decoded"
     if stat.S_ISLNK(facts.st_mode):
-        return "a symbolic link, which is not followed"
+        return LINK
     if not stat.S_ISREG(facts.st_mode):
         return "not a regular file"
     if facts.st_uid not in owners:
-        return "it belongs to another user"
+        return OF_OTHERS
     return ""
 
 

@@ -79,8 +79,9 @@ class Evicted:
 class PruneReport:
     """What a prune did, or with `dry_run` would do. Bytes are those of the files in sessions/.
 
-    `skipped` are files that were kept because they are being written, by file id. `foreign` files are counted and
-    never touched, and are no part of the sizes.
+    `skipped` are files that were kept because they are being written, by file id. `held_by` are names (`names/NAME`)
+    and forks (by file id) that cannot be read: files that they may mean or need are kept. `foreign` files are counted
+    and never touched, and are no part of the sizes.
     """
 
     max_bytes: int
@@ -89,13 +90,14 @@ class PruneReport:
     evicted: tuple[Evicted, ...] = ()
     set_apart: tuple[Evicted, ...] = ()
     skipped: tuple[str, ...] = ()
+    held_by: tuple[str, ...] = ()
     foreign: int = 0
     foreign_bytes: int = 0
     dry_run: bool = False
 
     @property
     def over(self) -> int:
-        """Bytes that are still too many: what is pinned, being written, or needed by such a file."""
+        """Bytes that are still too many: what is pinned, being written, needed by such a file, or held."""
         return max(0, self.after - self.max_bytes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +105,7 @@ class PruneReport:
         data: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
         data.update(
             over=self.over, evicted=[e.to_dict() for e in self.evicted],
-            set_apart=[e.to_dict() for e in self.set_apart], skipped=list(self.skipped),
+            set_apart=[e.to_dict() for e in self.set_apart], skipped=list(self.skipped), held_by=list(self.held_by),
         )  # fmt: skip
         return data
 
@@ -112,7 +114,8 @@ class PruneReport:
 class CollectReport:
     """What a collection removed, or with `dry_run` would remove: files that no name reaches.
 
-    Nothing is removed while a fork cannot be read whose parent is not known (`held_by`).
+    Nothing is removed while a name cannot be read, or what may be a fork whose parent is not known: `held_by`, as
+    names/NAME and file ids.
     """
 
     removed: tuple[Evicted, ...] = ()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvsnap.errors import FormatError, InputError
 from kvsnap.identity import Identity, compare
-from kvsnap.library.catalogue import Catalogue, Row
+from kvsnap.library.catalogue import Catalogue, CatalogueLost, Row
 from kvsnap.library.contents import OK
 from kvsnap.library.place import Place
 from kvsnap.library.reports import Branch, Entry, Found
@@ -100,9 +100,12 @@ def find(
             break  # what is still to come agrees less
     if chosen is None:
         return None
-    row, agreed = chosen
+    # What the trie says is checked against the whole history; the file may have changed meanwhile.
+    row, agreed = catalogue.agreed(chosen[0], ids, chosen[1])
     names = tuple(view.names[row.file_id])
     keep, rows = reusable(row.facts, agreed)
+    if not rows:
+        raise CatalogueLost  # it was of use a moment ago: look again
     return Found(names[0], row.file_id, place.session(row.file_id), agreed, rows, keep, names)
 
 

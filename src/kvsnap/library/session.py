@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -35,8 +36,8 @@ class Keeper(Protocol):
     def name_of(self, file_id: str) -> str:
         """Return a name that means this file."""
 
-    def replaced(self, file_id: str, file: NativeFile, progress: Progress | None) -> CompactReport:
-        """Put a compacted file in the place of this one."""
+    def replaced(self, session: LibrarySession, file: NativeFile, progress: Progress | None) -> CompactReport:
+        """Put a compacted file in the place of that of this session, which goes on there."""
 
 
 class LibrarySession(Session):
@@ -105,19 +106,29 @@ class LibrarySession(Session):
         The session has another file id and another path afterwards.
         """
         keeper = self._kept_by()
-        with self._turns, ExitStack() as undo:
+        with self._turns:
             self._journal.check_unchanged()
-            file = undo.enter_context(closing(self._file()))
-            report = keeper.replaced(self.file_id, file, progress)
-            appender = undo.enter_context(Appender.open(report.path))
-            with closing(NativeFile.open(report.path, mapped=False)) as made:
-                journal = Journal(report.path, appender, made)
-            self._journal.close()
-            self.path, self._journal = report.path, journal
-            self.dropped, self.notes, self._tokens, self._text, self._facts = 0, (), None, None, None
-            undo.pop_all()
-            file.close()
-        return report
+            with closing(self._file()) as file:
+                return keeper.replaced(self, file, progress)
+
+    @contextmanager
+    def moving(self, path: str) -> Iterator[Callable[[], None]]:
+        """Open and lock the file that is to take the place of this one; yield what makes the session go on there.
+
+        So everything that may fail comes before: once a name means the new file, no turn goes to the old one.
+        """
+        with ExitStack() as undo:
+            appender = undo.enter_context(Appender.open(path))
+            with closing(NativeFile.open(path, mapped=False)) as made:
+                journal = Journal(path, appender, made)
+
+            def go_on() -> None:
+                undo.pop_all()
+                before, self.path, self._journal = self._journal, path, journal
+                self.dropped, self.notes, self._tokens, self._text, self._facts = 0, (), None, None, None
+                before.close()
+
+            yield go_on
 
     def _kept_by(self) -> Keeper:
         if self._keeper is None:

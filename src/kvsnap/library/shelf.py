@@ -76,7 +76,9 @@ class Shelf:
         for _ in range(_TRIES):
             with suppress(CatalogueLost):
                 return work(look(self._place, self._catalogue))
-        raise StorageError("the catalogue is lost again and again", path=self._place.within(CATALOGUE))
+        raise StorageError(
+            "the library is changed, or its catalogue lost, again and again", path=self._place.within(CATALOGUE)
+        )
 
     def list(self) -> tuple[Entry, ...]:
         """Return all names, sorted, with what is known of their files. Reads only files that changed."""
@@ -98,7 +100,7 @@ class Shelf:
 
     def check(self) -> Doctor:
         """Look the library over; every file's index and tables are read again. Changes nothing but the catalogue."""
-        return self._look(lambda view: doctor.examine(self._place, view, self.max_bytes, self._catalogue.notes))
+        return self._look(lambda view: doctor.examine(self._place, self._catalogue, view, self.max_bytes))
 
     def refresh(self) -> None:
         """Bring the catalogue up to date with the files. Every other call does so by itself."""
@@ -115,10 +117,14 @@ class Shelf:
 
     def name_of(self, file_id: str) -> str:
         """Return a name that means this file. Raise `MissingError` when there is none."""
-        names = self._names().names.get(file_id)
+        return self.names_of(file_id, self._names())[0]
+
+    def names_of(self, file_id: str, view: View) -> tuple[str, ...]:
+        """Return all names that mean this file. Raise `MissingError` when there is none."""
+        names = view.names.get(file_id)
         if not names:
             raise MissingError("no name of the library means this session any more", path=self._place.session(file_id))
-        return names[0]
+        return tuple(names)
 
     def _names(self) -> View:
         return self._look(lambda view: view)

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvsnap.errors import InputError, KvsnapError, MissingError
-from kvsnap.library.catalogue import Catalogue, Row
-from kvsnap.library.contents import DAMAGED, FOREIGN, OK, ORPHANED, UNREADABLE, Facts, read_facts
+from kvsnap.library.catalogue import Catalogue, CatalogueLost, Row
+from kvsnap.library.contents import DAMAGED, FOREIGN, OK, ORPHANED, UNKNOWN, UNREADABLE, Facts, read_facts
 from kvsnap.library.names import check_name
-from kvsnap.library.place import NAMES, QUARANTINE, SESSIONS, Place, Pointer, Seen, file_id_of, session_name
+from kvsnap.library.place import (
+    LINK,
+    NAMES,
+    OF_OTHERS,
+    QUARANTINE,
+    SESSIONS,
+    Place,
+    Pointer,
+    Seen,
+    file_id_of,
+    session_name,
+)
 
 __all__ = ["MISSING", "SET_APART", "View", "look"]
 
@@ -22,7 +34,11 @@ SET_APART = "set apart"
 
 @dataclass(slots=True)
 class View:
-    """What was there at one moment. Files are named by their file id, 32 hex digits."""
+    """What was there at one moment. Files are named by their file id, 32 hex digits.
+
+    `unread_names` may mean any file, `unread_forks` (of other users) may need any. `needed` are files that names which
+    are no legal ones mean, and that forks of other users need.
+    """
 
     pointers: dict[str, Pointer] = field(default_factory=dict)
     bad_names: dict[str, str] = field(default_factory=dict)
@@ -34,6 +50,9 @@ class View:
     uses: dict[str, int] = field(default_factory=dict)
     names: dict[str, list[str]] = field(default_factory=dict)
     children: dict[str, list[str]] = field(default_factory=dict)
+    unread_names: list[str] = field(default_factory=list)
+    unread_forks: list[str] = field(default_factory=list)
+    needed: set[str] = field(default_factory=set)
 
     @property
     def total(self) -> int:
@@ -49,9 +68,13 @@ class View:
         row = self.rows.get(file_id)
         if row is None:
             return SET_APART if any(name.startswith(file_id) for name in self.set_apart) else MISSING
-        if row.facts.state == OK and row.facts.parent and row.facts.parent not in self.rows:
+        parent = row.facts.parent
+        if row.facts.state == OK and parent and parent not in self.rows and not self._is_of_others(parent):
             return ORPHANED
         return row.facts.state
+
+    def _is_of_others(self, file_id: str) -> bool:
+        return self.others.get(session_name(file_id)) == OF_OTHERS
 
     def last_use(self, file_id: str) -> int:
         """Return when a file was used last: the catalogue knows, or else the time of the file, whichever is later."""
@@ -86,14 +109,24 @@ class View:
     def reached(self) -> set[str]:
         """Return the files that a name means, and all that those need."""
         found: set[str] = set()
-        for pointer in self.pointers.values():
-            found.add(pointer.file_id)
-            found.update(self.ancestors(pointer.file_id))
+        for file_id in (*self.needed, *(pointer.file_id for pointer in self.pointers.values())):
+            found.add(file_id)
+            found.update(self.ancestors(file_id))
         return found
 
     def is_needed(self, file_id: str) -> bool:
         """Tell whether a fork that can be read needs the file."""
         return any(self.facts(child).state in (OK, ORPHANED) for child in self.descendants(file_id))
+
+    def unclear(self, *, but: str = "") -> list[str]:
+        """Return the files that may be forks of any file, since they cannot be read; not the file `but`."""
+        unknown = (f for f in self.children.get(UNKNOWN, ()) if f != but)
+        return [*self.unread_forks, *unknown]
+
+    def may_be_needed(self, file_id: str) -> bool:
+        """Tell whether what cannot be read, or is not ours, means the file or needs it, as far as one can know."""
+        meant = bool(self.unread_names) and not self.names.get(file_id)
+        return meant or file_id in self.needed or bool(self.unclear(but=file_id))
 
     def drop(self, file_id: str) -> None:
         """Take note that a file is gone."""
@@ -117,13 +150,15 @@ class View:
 def look(place: Place, catalogue: Catalogue) -> View:
     """Look at what is there; only files that changed since they were looked at are read.
 
-    The catalogue follows. Raise `CatalogueLost`, `StorageError`, `InputError` where a directory was replaced by a link.
+    The catalogue follows. Raise `CatalogueLost` (also where names moved meanwhile: look again), `StorageError`,
+    `InputError` where a directory was replaced by a link.
     """
     place.check()
     view = View()
     _look_at_names(place, view)
     listing = place.listing(SESSIONS)
     view.others, view.other_bytes = dict(listing.others), listing.other_bytes
+    _look_at_others(place, view)
     for name, seen in listing.ours.items():
         file_id = file_id_of(name)
         if file_id is None:
@@ -133,13 +168,19 @@ def look(place: Place, catalogue: Catalogue) -> View:
             )
         else:
             view.seen[file_id] = seen
+    if _moved(place, view):
+        raise CatalogueLost
     view.set_apart = {name: seen.size for name, seen in place.listing(QUARANTINE).ours.items()}
     known = catalogue.rows()
     changed = _changed(place, view, known)
     gone = [file_id for file_id in known if file_id not in view.seen]
     if changed or gone:
+        expected = {*changed, *(known.keys() & view.seen.keys())}
         catalogue.update(changed, gone)
         known = catalogue.rows()
+        # Whoever does not see a file does not see what it needs: the catalogue may have been replaced in between.
+        if any(f not in known and os.path.lexists(place.session(f)) for f in expected):
+            raise CatalogueLost
     for file_id in [f for f in view.seen if f in known]:
         facts = known[file_id].facts
         if facts.state == FOREIGN:
@@ -157,11 +198,14 @@ def look(place: Place, catalogue: Catalogue) -> View:
 def _look_at_names(place: Place, view: View) -> None:
     listing = place.listing(NAMES)
     view.bad_names.update(listing.others)
+    view.unread_names += [name for name, why in sorted(listing.others.items()) if why in (LINK, OF_OTHERS)]
     for name, seen in sorted(listing.ours.items()):
         try:
             check_name(name)
         except InputError as error:
             view.bad_names[ascii(name)[1:-1]] = error.message
+            with suppress(KvsnapError):  # made where it was legal, as under another version of Unicode
+                view.needed.add(place.pointer_of(seen).file_id)
             continue
         try:
             view.pointers[name] = pointer = place.pointer_of(seen)
@@ -169,8 +213,37 @@ def _look_at_names(place: Place, view: View) -> None:
             continue
         except KvsnapError as error:
             view.bad_names[name] = error.message
+            view.unread_names.append(name)
             continue
         view.names.setdefault(pointer.file_id, []).append(name)
+
+
+def _moved(place: Place, view: View) -> bool:
+    """Tell whether a name whose file is not seen means another one by now: its session was compacted meanwhile."""
+    for name, pointer in view.pointers.items():
+        if pointer.file_id not in view.seen:
+            try:
+                now = place.read_pointer(name)
+            except MissingError:
+                return True
+            except KvsnapError:  # told by whoever opens it
+                continue
+            if now != pointer:
+                return True
+    return False
+
+
+def _look_at_others(place: Place, view: View) -> None:
+    """Look at session files of other users, which may be forks of ours. They are no part of the view."""
+    for name, why in view.others.items():
+        file_id = file_id_of(name) if why == OF_OTHERS else None
+        facts = read_facts(place.session(file_id), file_id) if file_id else None
+        if facts is None or file_id is None:
+            continue
+        if facts.parent == UNKNOWN or facts.state == UNREADABLE:
+            view.unread_forks.append(file_id)
+        elif facts.parent:
+            view.needed.add(facts.parent)
 
 
 def _changed(place: Place, view: View, known: Mapping[str, Row]) -> dict[str, tuple[tuple[int, ...], Facts]]:
@@ -189,6 +262,7 @@ def _changed(place: Place, view: View, known: Mapping[str, Row]) -> dict[str, tu
             read(file_id)
     # A fork is only as good as the file that its history starts in.
     suspects = {f for f, (_, facts) in changed.items() if facts.state == DAMAGED or _was(known, f) == DAMAGED}
+    suspects |= {f for name, why in view.others.items() if why == OF_OTHERS and (f := file_id_of(name))}
     while suspects:
         forks = [f for f in view.seen if f in known and f not in changed and known[f].facts.parent in suspects]
         for file_id in forks:
