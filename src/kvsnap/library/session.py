@@ -18,7 +18,7 @@ from kvsnap.layout import Snapshot
 from kvsnap.library.contents import OK, Facts, is_rewindable, pack_identity, read_facts
 from kvsnap.library.reports import Entry
 from kvsnap.protocols import Progress
-from kvsnap.session import Session
+from kvsnap.session import Session, changes
 
 __all__ = ["Keeper", "LibrarySession"]
 
@@ -99,13 +99,14 @@ class LibrarySession(Session):
         keeper = self._kept_by()
         return keeper.fork(keeper.name_of(self.file_id), name, n_tokens=n_tokens, commit=commit)
 
+    @changes
     def compact(self, *, progress: Progress | None = None) -> CompactReport:
         """Write the session anew without what its history no longer needs, as `Library.compact` does, and go on there.
 
         The session has another file id and another path afterwards.
         """
         keeper = self._kept_by()
-        with self._turns, ExitStack() as undo:
+        with ExitStack() as undo:
             self._journal.check_unchanged()
             file = undo.enter_context(closing(self._file()))
             report = keeper.replaced(self.file_id, file, progress)
