@@ -141,16 +141,13 @@ def changes(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
     @functools.wraps(method)
     def changing(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._turns:
-            if self._changing:
+            if self._change.locked():
                 raise ConflictError(
                     "the session is being changed by what called this (a progress function, a signal handler)",
                     path=self.path,
                 )
-            try:
-                self._changing = True
+            with self._change:
                 return method(self, *args, **kwargs)
-            finally:
-                self._changing = False
 
     return changing
 
@@ -167,7 +164,7 @@ class Session(_Counts):
         self.path = journal.path
         self._journal = journal
         self._turns = threading.RLock()
-        self._changing = False
+        self._change = threading.Lock()
         self._tokens: tuple[int, ...] | None = None
         self._text: str | None = None
         self.dropped = file.end.dropped
