@@ -351,3 +351,33 @@ def test_an_interrupt_as_the_writing_ends_does_nothing_later(path: Path) -> None
         length = session.n_tokens
         session.append(snapshot(TOKENS[: length + 6], layers=3), progress=progress)
     assert kvsnap.verify(path).damages == ()
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupt_behind_the_new_name_of_a_compacted_file(path: Path, at: int) -> None:
+    """The session goes on with the file that has the name, whatever it was kept from doing."""
+    calls = [0]
+    settle = Session._settle
+
+    def interrupted(session: Session, **arguments: bool) -> None:
+        calls[0] += 1
+        if calls[0] == at + 1:  # the first is that before the change
+            raise KeyboardInterrupt
+        settle(session, **arguments)
+
+    with made(path, 8) as session:
+        session.truncate(6)
+        before = path.read_bytes()
+        with mock.patch.object(Session, "_settle", interrupted), pytest.raises(KeyboardInterrupt):
+            session.compact()
+            session.load()
+            session.truncate(5)
+        assert path.read_bytes() != before
+        assert session.load().tokens == session.tokens == TOKENS[:6]
+        assert len(session.history) == 1
+        with pytest.raises(BusyError):
+            Session.open(path)
+        session.append(snapshot(TOKENS[:9], layers=3))
+    with Session.open(path) as session:
+        assert session.tokens == TOKENS[:9]
+    assert kvsnap.verify(path).damages == ()

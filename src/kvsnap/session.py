@@ -70,6 +70,24 @@ class _Counts:
     path: str
     _journal: Journal
     _turns: threading.RLock
+    dropped: int
+    notes: tuple[str, ...]
+    _tokens: tuple[int, ...] | None = None
+    _text: str | None = None
+    _next: Journal | None = None  # of the file that compacting made, until the session goes on with it
+
+    def _settle(self, *, ended: bool = True) -> None:
+        """Go on with the file that compacting made, once it has the name; with `ended` forget one that has not."""
+        made = self._next
+        if made is not None and made.is_named:
+            self.dropped, self.notes, self._tokens, self._text = 0, (), None, None
+            before, self._journal = self._journal, made  # an interrupt finds one of both; the next call goes on
+            if before is not made:
+                before.close()
+            self._next = None
+        elif made is not None and ended:
+            made.close()
+            self._next = None
 
     @property
     def _now(self) -> Published:
@@ -126,6 +144,7 @@ class _Counts:
     def history(self) -> tuple[Turn, ...]:
         """Every commit, oldest first. Raise `DamagedError` when the chain of commits is broken, else as `tokens`."""
         with self._turns:  # else compacting could put another file in place in between
+            self._settle(ended=False)
             now, header, opened = self._now, self._journal.header, self._reader()
         with closing(opened) as reader:
             turns = [
@@ -147,6 +166,7 @@ def changes(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
                     path=self.path,
                 )
             with self._change:
+                self._settle()
                 return method(self, *args, **kwargs)
 
     return changing
@@ -165,8 +185,6 @@ class Session(_Counts):
         self._journal = journal
         self._turns = threading.RLock()
         self._change = threading.Lock()
-        self._tokens: tuple[int, ...] | None = None
-        self._text: str | None = None
         self.dropped = file.end.dropped
         """Bytes behind the last published commit when it was opened: a torn tail, not part of the history."""
         self.notes = file.end.notes
@@ -217,6 +235,7 @@ class Session(_Counts):
         Opened for reading only, this moves the session to what was published meanwhile.
         """
         with self._turns:
+            self._settle(ended=False)
             return self._load()
 
     def _load(self) -> Snapshot:
@@ -230,6 +249,7 @@ class Session(_Counts):
 
     def _history(self) -> tuple[tuple[int, ...], str | None]:
         with self._turns:  # else what was read before a change could be kept behind it
+            self._settle(ended=False)
             if self._tokens is None:
                 with closing(self._file()) as file:
                     snapshot = file.snapshot()
@@ -342,14 +362,13 @@ class Session(_Counts):
         self._journal.check_unchanged()
         with closing(self._file()) as file:
             check_alone(file)
-            return replace_compacted(file, self.path, progress, self._go_on_with)
+            try:
+                return replace_compacted(file, self.path, progress, self._prepare)
+            finally:
+                self._settle()
 
-    def _go_on_with(self, appender: Appender) -> None:
-        before = self._journal
-        with closing(NativeFile.open(self.path, mapped=False)) as file:
-            self._journal = Journal(self.path, appender, file)
-        self.dropped, self.notes, self._tokens, self._text = 0, (), None, None
-        before.close()
+    def _prepare(self, journal: Journal) -> None:
+        self._next = journal
 
     @changes
     def rewind(self, commit: int) -> int:
@@ -383,6 +402,7 @@ class Session(_Counts):
         """Close the file and give up the lock. Waits for a change that another thread is making."""
         if self._journal.is_ours:  # after a fork the other thread is not here, and would be waited for for ever
             with self._turns:  # else it would write to a number that may be that of another file by then
+                self._settle(ended=not self._change.locked())
                 self._journal.close()
         else:
             self._journal.close()

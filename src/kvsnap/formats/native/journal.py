@@ -200,6 +200,11 @@ class Journal:
         return footer.file_length - now.footer.file_length
 
     @property
+    def is_named(self) -> bool:
+        """True for a file open for writing that has its name."""
+        return self.appender is not None and not self.appender.closed and self.appender.is_named
+
+    @property
     def is_ours(self) -> bool:
         """False in a process that was forked from the one that opened it."""
         return os.getpid() == self._process
