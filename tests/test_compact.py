@@ -7,10 +7,12 @@ import os
 import struct
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,8 +29,11 @@ from kvsnap.errors import (
     StorageError,
 )
 from kvsnap.formats import native
+from kvsnap.formats.native import schema
 from kvsnap.formats.native.copy import CompactReport, CopyReport
 from kvsnap.formats.native.fork import fork_file
+from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.replay import history_of
 from kvsnap.inspection import verify
 from kvsnap.session import Session
 from kvsnap.tensors import TensorSpec, numpy_dtype
@@ -782,3 +787,18 @@ def test_a_part_of_the_wrong_length_is_not_cut(name: str) -> None:
     for wrong in (data[:-4], data + bytes(4), b""):
         with pytest.raises(DamagedError):
             codec.cut(spec, memoryview(wrong), 7, 3)
+
+
+def test_what_commits_repeat_is_read_and_kept_once(tmp_path: Path) -> None:
+    """A NOTE stands in force for all turns behind it, and every commit has a tail of entries: neither adds up."""
+    path = tmp_path / "talk.kvsnap"
+    with Session.open(path) as session:
+        for n in range(1, 41):
+            session.append(snapshot(tuple(range(1, n + 1)), metadata={"title": "long"} if n in (1, 30) else {}))
+    read = mock.Mock(wraps=schema.parse_note)
+    with closing(NativeFile.open(path)) as file, mock.patch.object(schema, "parse_note", read):
+        history = history_of(file)
+    assert [piece.metadata for piece in history.pieces] == [{"title": "long"}] * 40
+    assert len({id(piece.metadata) for piece in history.pieces}) == 2
+    assert read.call_count == 3  # each of the two once, and the one at the end
+    assert not any(piece.commit.tail for piece in history.pieces)

@@ -835,3 +835,38 @@ def test_no_permission_is_a_storage_error(tmp_path: Path) -> None:
     """
     tmp_path.chmod(0o755)  # so that it is the file, not the way to it, that is refused
     assert run(code, "a", cwd=tmp_path).split() == [str(errno.EACCES)] * 3
+
+
+@pytest.mark.parametrize("name", ["a\ud800", "a\0", ""])
+def test_what_can_be_no_file_name_is_refused(tmp_path: Path, name: str) -> None:
+    place = str(tmp_path / name) if name else name
+    for act in (
+        Reader,
+        Appender.open,
+        Appender.create,
+        files.absolute,
+        files.remove,
+        lambda path: write_whole(path, b""),
+    ):
+        with pytest.raises(InputError, match="not a path"):
+            act(place)
+
+
+def test_a_relative_path_in_a_directory_that_is_gone(tmp_path: Path) -> None:
+    code = """
+        import os, sys
+        from kvsnap import Session
+        from kvsnap.errors import MissingError
+        os.mkdir(sys.argv[1]); os.chdir(sys.argv[1]); os.rmdir(sys.argv[1])
+        try:
+            Session.open("a.kvsnap")
+        except MissingError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "gone")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "working directory is gone" in done.stdout

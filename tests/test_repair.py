@@ -15,7 +15,7 @@ import pytest
 import kvsnap
 from kvsnap.errors import DamagedError, FormatError, InputError, KvsnapError, MissingError, UnsupportedError
 from kvsnap.files import Reader
-from kvsnap.formats.native import NativeFile, mend, salvage
+from kvsnap.formats.native import NativeFile, relist, salvage
 from kvsnap.formats.native.base import session_file_name
 from kvsnap.formats.native.fork import at_commit, fork_file
 from kvsnap.formats.native.survey import Survey
@@ -348,6 +348,43 @@ def test_rewinds_are_followed_when_every_index_is_damaged(tmp_path: Path) -> Non
     report = case.flipped(*places)
     assert report.complete
     case.check(report)
+
+
+def test_many_rewinds_are_followed_when_every_index_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "made.kvsnap"
+    build_long(path, 40)
+    with Session.open(path) as session:
+        places = [session.n_commits]
+        ids = session.tokens
+        session.truncate(10)
+        for i in range(40):
+            session.append(snapshot((*ids[:10], *range(90, 91 + i)), heads=1, dim=2, vocab=2))
+        places.append(session.n_commits)
+        for i in range(60):  # each may go to one that went to one that went back
+            session.rewind(places[i % 2])
+    case = Case(tmp_path, path.read_bytes())
+    report = case.flipped(*(p + RECORD_SIZE + 8 for p, k, _ in case.records if k == Kind.INDEX))
+    assert report.complete
+    case.check(report)
+
+
+def test_of_two_turns_with_the_same_ids_a_rewind_means_one(tmp_path: Path) -> None:
+    """The digest of a list says nothing of the values: the STATE that a COMMIT names does."""
+    path = tmp_path / "made.kvsnap"
+    made = [snapshot(tuple(range(1, n + 2)), heads=1, dim=32, vocab=2) for n in range(1, 41)]
+    with Session.open(path) as session:
+        for codec in ("exact", "q8"):
+            session.reset()
+            for turn in made:
+                session.append(turn, codec=codec)
+        session.rewind(42)  # the last one of the exact turns
+        assert session.history[41].n_tokens == 41
+        expected = session.load()
+        assert same(expected, made[-1]) == []
+    case = Case(tmp_path, path.read_bytes())
+    report = case.flipped(*(p + RECORD_SIZE + 8 for p, k, _ in case.records if k == Kind.INDEX))
+    assert report.complete
+    assert same(kvsnap.load(report.out), made[-1]) == []
 
 
 def test_a_damaged_index_with_a_lost_span_falls_back_and_says_so(long: Case) -> None:
@@ -725,8 +762,9 @@ def test_without_the_digest_of_a_list_a_wrong_one_would_come_through(
     report = long.flipped(index, cut + RECORD_SIZE + 40)
     assert report.complete
     long.check(report)
-    monkeypatch.setattr(mend._Replayed, "_fits", lambda self, commit: bool(self.entries))
-    monkeypatch.setattr(mend._Replayed, "_cut", lambda self, n_tokens, n_rows: None)
+    monkeypatch.setattr(relist._Relisting, "_fits", lambda self, commit: bool(self.top))
+    monkeypatch.setattr(relist._Relisting, "_cut", lambda self, n_tokens, n_rows: None)
+    monkeypatch.setattr(relist._Relisting, "_direct", lambda self, commit: False)
     report = long.flipped(index, cut + RECORD_SIZE + 40)
     with pytest.raises(AssertionError):  # turns that were cut off came back
         long.check(report)

@@ -5,16 +5,18 @@ A turn is published by one commit. Killed at any instant, the file opens at the 
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from kvsnap import codecs
 from kvsnap.errors import ConflictError, InputError
-from kvsnap.files import Appender, Reader, write_whole
+from kvsnap.files import Appender, Reader, absolute, write_whole
 from kvsnap.formats.native.base import Base
 from kvsnap.formats.native.copy import CompactReport, CopyReport, check_alone, copy_session, replace_compacted
 from kvsnap.formats.native.fork import at_commit
@@ -33,11 +35,16 @@ from kvsnap.formats.native.write import SaveReport, check_counts, report_of
 from kvsnap.identity import Identity
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress
+from kvsnap.records import read_header
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Session", "Turn"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound="Session")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +65,45 @@ class Turn:
 
 
 class _Counts:
-    """What a session says of its last published commit, without reading anything."""
+    """What a session says of its last published commit without reading anything, and of all commits."""
 
     path: str
     _journal: Journal
+    _turns: threading.RLock
+    dropped: int
+    notes: tuple[str, ...]
+    _tokens: tuple[int, ...] | None = None
+    _text: str | None = None
+    _next: Journal | None = None  # of the file that compacting made, until the session goes on with it
+
+    def _settle(self, *, ended: bool = True) -> None:
+        """Go on with the file that compacting made, once it has the name; with `ended` forget one that has not."""
+        made = self._next
+        if made is not None and made.is_named:
+            self.dropped, self.notes, self._tokens, self._text = 0, (), None, None
+            before, self._journal = self._journal, made  # an interrupt finds one of both; the next call goes on
+            if before is not made:
+                before.close()
+            self._next = None
+        elif made is not None and ended:
+            made.close()
+            self._next = None
 
     @property
     def _now(self) -> Published:
         return self._journal.now
 
+    def _reader(self) -> Reader:
+        with ExitStack() as undo:
+            reader = undo.enter_context(Reader(self.path))
+            if read_header(reader).file_id != self._journal.header.file_id:
+                raise ConflictError("another file took the place of the one that was opened", path=self.path)
+            undo.pop_all()
+        return reader
+
     def _file(self) -> NativeFile:
         footer = self._now.footer
-        return NativeFile(Reader(self.path), mapped=False, at=(footer.commit_offset, footer.digest))
+        return NativeFile(self._reader(), mapped=False, at=(footer.commit_offset, footer.digest))
 
     @property
     def n_tokens(self) -> int:
@@ -106,6 +140,37 @@ class _Counts:
         """What the session was made with; all unknown while it is empty."""
         return self._now.identity
 
+    @property
+    def history(self) -> tuple[Turn, ...]:
+        """Every commit, oldest first. Raise `DamagedError` when the chain of commits is broken, else as `tokens`."""
+        with self._turns:  # else compacting could put another file in place in between
+            self._settle(ended=False)
+            now, header, opened = self._now, self._journal.header, self._reader()
+        with closing(opened) as reader:
+            turns = [
+                Turn(c.number, c.operation_name, c.complete, c.n_tokens, c.n_rows, c.time_ns, offset)
+                for c, offset in walk(now.commit, now.footer.commit_offset, header, reader)
+            ]
+        return tuple(reversed(turns))
+
+
+def changes(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Decorate a method: one thread at a time changes the session, and that one not again before it is done."""
+
+    @functools.wraps(method)
+    def changing(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._turns:
+            if self._change.locked():
+                raise ConflictError(
+                    "the session is being changed by what called this (a progress function, a signal handler)",
+                    path=self.path,
+                )
+            with self._change:
+                self._settle()
+                return method(self, *args, **kwargs)
+
+    return changing
+
 
 class Session(_Counts):
     """A session file. Open it with `Session.open`; use it as a context manager.
@@ -119,8 +184,7 @@ class Session(_Counts):
         self.path = journal.path
         self._journal = journal
         self._turns = threading.RLock()
-        self._tokens: tuple[int, ...] | None = None
-        self._text: str | None = None
+        self._change = threading.Lock()
         self.dropped = file.end.dropped
         """Bytes behind the last published commit when it was opened: a torn tail, not part of the history."""
         self.notes = file.end.notes
@@ -133,7 +197,7 @@ class Session(_Counts):
         Raise `BusyError` when another process writes it, `MissingError`, `FormatError`, `VersionError`, `DamagedError`,
         `InputError` for a sealed snapshot, and `UnsupportedError` for an encrypted one.
         """
-        name = os.path.abspath(os.fspath(path))  # the working directory may change
+        name = absolute(path)  # the working directory may change
         if readonly:
             refuse_encrypted(name)
             file = NativeFile.open(name, mapped=False)
@@ -159,7 +223,10 @@ class Session(_Counts):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All ids of the history. The first use reads the tables of the spans, not the tensors."""
+        """All ids of the history. The first use reads the tables of the spans, not the tensors.
+
+        Raise `ConflictError` when another file took the place of the one that was opened: `load` goes on with that.
+        """
         return self._history()[0]
 
     def load(self) -> Snapshot:
@@ -168,6 +235,7 @@ class Session(_Counts):
         Opened for reading only, this moves the session to what was published meanwhile.
         """
         with self._turns:
+            self._settle(ended=False)
             return self._load()
 
     def _load(self) -> Snapshot:
@@ -179,25 +247,18 @@ class Session(_Counts):
             self._tokens = self._text = None
         return file.snapshot()
 
-    @property
-    def history(self) -> tuple[Turn, ...]:
-        """Every commit, oldest first. Raise `DamagedError` when the chain of commits is broken."""
-        now = self._now
-        with closing(Reader(self.path)) as reader:
-            turns = [
-                Turn(c.number, c.operation_name, c.complete, c.n_tokens, c.n_rows, c.time_ns, offset)
-                for c, offset in walk(now.commit, now.footer.commit_offset, self._journal.header, reader)
-            ]
-        return tuple(reversed(turns))
-
     def _history(self) -> tuple[tuple[int, ...], str | None]:
-        if self._tokens is None:
-            snapshot = self.load()
-            self._tokens, self._text = snapshot.tokens, snapshot.text
-        return self._tokens, self._text
+        with self._turns:  # else what was read before a change could be kept behind it
+            self._settle(ended=False)
+            if self._tokens is None:
+                with closing(self._file()) as file:
+                    snapshot = file.snapshot()
+                self._tokens, self._text = snapshot.tokens, snapshot.text
+            return self._tokens, self._text
 
     # -- changing it --------------------------------------------------------------------------------------
 
+    @changes
     def append(
         self, snapshot: Snapshot, *, complete: bool = True, codec: str | None = None, progress: Progress | None = None
     ) -> SaveReport:
@@ -208,10 +269,6 @@ class Session(_Counts):
         `CompatibilityError` when it is of another model. On any error the session is as before; only an interrupt that
         comes during the very last sync finds the turn published.
         """
-        with self._turns:
-            return self._append(snapshot, complete, codec, progress)
-
-    def _append(self, snapshot: Snapshot, complete: bool, codec: str | None, progress: Progress | None) -> SaveReport:
         self._journal.check_writable()
         check_counts(snapshot, known=self.n_tokens)
         codec_name = codecs.codec_of_name(codec or "exact").name
@@ -232,6 +289,7 @@ class Session(_Counts):
             snapshot, parts, nbytes=written, path=self.path, commit=self.n_commits, file_id=self._journal.header.file_id
         )
 
+    @changes
     def truncate(self, n_tokens: int) -> int:
         """Go back to the first `n_tokens` tokens, as a commit of its own; return the number of tokens left.
 
@@ -239,10 +297,6 @@ class Session(_Counts):
         file. Raise `InputError` outside 0..n_tokens, `UnsupportedError` naming the nearest reachable turn when a layer
         cannot be rewound.
         """
-        with self._turns:
-            return self._truncate(n_tokens)
-
-    def _truncate(self, n_tokens: int) -> int:
         self._journal.check_writable()  # also where nothing is to be written: behind a failed sync, no retry succeeds
         now = self._now
         if not 0 <= n_tokens <= now.commit.n_tokens:
@@ -252,7 +306,7 @@ class Session(_Counts):
         if n_tokens == now.commit.n_tokens:
             return n_tokens
         if n_tokens == 0:
-            self.reset()
+            self._reset()
             return 0
         with closing(NativeFile.open(self.path, mapped=False)) as file:
             cut = cut_live(file, n_tokens)
@@ -265,16 +319,19 @@ class Session(_Counts):
         self._rewrite(commit, entries, base)
         return n_tokens
 
+    @changes
     def reset(self) -> None:
         """Go back to an empty history, as a commit of its own. The identity stays."""
-        with self._turns:
-            base = self._now.base
-            nothing = replace(base, kept=0, n_tokens=0, n_rows=0, history=bytes(16)) if base else None
-            commit = replace(
-                self._now.commit, operation=Operation.RESET, complete=True, n_tokens=0, n_rows=0, n_pending=0,
-                token_offset=0, state=0,
-            )  # fmt: skip
-            self._rewrite(commit, (), nothing)
+        self._reset()
+
+    def _reset(self) -> None:
+        base = self._now.base
+        nothing = replace(base, kept=0, n_tokens=0, n_rows=0, history=bytes(16)) if base else None
+        commit = replace(
+            self._now.commit, operation=Operation.RESET, complete=True, n_tokens=0, n_rows=0, n_pending=0,
+            token_offset=0, state=0,
+        )  # fmt: skip
+        self._rewrite(commit, (), nothing)
 
     def fork(
         self,
@@ -294,6 +351,7 @@ class Session(_Counts):
         with self._turns, closing(self._file()) as file:
             return copy_session(file, path, n_tokens=n_tokens, commit=commit, progress=progress)
 
+    @changes
     def compact(self, *, progress: Progress | None = None) -> CompactReport:
         """Write the file anew without what the history no longer needs, and put it in the place of the old one.
 
@@ -302,33 +360,31 @@ class Session(_Counts):
         naming what is damaged (then `kvsnap.repair` is the way), `StorageError` (no room for both): nothing changed.
         Only if the last step fails, the sync of the directory, does the session go on with the new file.
         """
-        with self._turns:
-            self._journal.check_unchanged()
-            with closing(self._file()) as file:
-                check_alone(file)
-                return replace_compacted(file, self.path, progress, self._go_on_with)
+        self._journal.check_unchanged()
+        with closing(self._file()) as file:
+            check_alone(file)
+            try:
+                return replace_compacted(file, self.path, progress, self._prepare)
+            finally:
+                self._settle()
 
-    def _go_on_with(self, appender: Appender) -> None:
-        before = self._journal
-        with closing(NativeFile.open(self.path, mapped=False)) as file:
-            self._journal = Journal(self.path, appender, file)
-        self.dropped, self.notes, self._tokens, self._text = 0, (), None, None
-        before.close()
+    def _prepare(self, journal: Journal) -> None:
+        self._next = journal
 
+    @changes
     def rewind(self, commit: int) -> int:
         """Go to the state after an earlier commit, as a commit of its own; return the number of tokens then.
 
         So a truncate or a reset is undone, for as long as the file was not compacted. Raise `MissingError` for a commit
         that the session does not have, `DamagedError` when the way there or its state is damaged.
         """
-        with self._turns:
-            self._journal.check_writable()
-            with closing(self._file()) as file, closing(at_commit(file, commit)) as then:
-                then.state()  # what is damaged must not become the current state
-                base, entries, geometry, identity = then.base, then.entries, then.geometry, then.identity
-                made = replace(then.commit, operation=Operation.REWIND)
-            self._rewrite(made, entries, base, geometry, identity)
-            return made.n_tokens
+        self._journal.check_writable()
+        with closing(self._file()) as file, closing(at_commit(file, commit)) as then:
+            then.state()  # what is damaged must not become the current state
+            base, entries, geometry, identity = then.base, then.entries, then.geometry, then.identity
+            made = replace(then.commit, operation=Operation.REWIND)
+        self._rewrite(made, entries, base, geometry, identity)
+        return made.n_tokens
 
     def _rewrite(
         self,
@@ -344,8 +400,13 @@ class Session(_Counts):
             self._journal.publish(writer, commit, entries, kept=same, base=base, geometry=geometry, identity=identity)
 
     def close(self) -> None:
-        """Close the file and give up the lock."""
-        self._journal.close()
+        """Close the file and give up the lock. Waits for a change that another thread is making."""
+        if self._journal.is_ours:  # after a fork the other thread is not here, and would be waited for for ever
+            with self._turns:  # else it would write to a number that may be that of another file by then
+                self._settle(ended=not self._change.locked())
+                self._journal.close()
+        else:
+            self._journal.close()
 
     def __enter__(self) -> Self:
         return self

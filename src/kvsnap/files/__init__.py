@@ -22,7 +22,7 @@ from kvsnap.errors import BusyError, InputError, KvsnapError, PoisonedError, Sto
 from kvsnap.files import system
 from kvsnap.files.reading import OpenFile, Reader
 from kvsnap.files.recording import Operation, Recorder
-from kvsnap.files.system import translate
+from kvsnap.files.system import absolute, translate
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -37,6 +37,7 @@ __all__ = [
     "Reader",
     "Recorder",
     "Writer",
+    "absolute",
     "fsync_directory",
     "make_directory",
     "move",
@@ -116,11 +117,9 @@ def make_directory(path: StrPath) -> None:
     try:
         os.mkdir(text, 0o700)
         os.chmod(text, 0o700)
-    except FileExistsError as error:
-        if os.path.isdir(text):  # another process was faster
-            return
-        raise translate(error, text, "make directory") from error
     except OSError as error:
+        if isinstance(error, FileExistsError) and os.path.isdir(text):  # another process was faster
+            return
         raise translate(error, text, "make directory") from error
     _note("mkdir", text)
     fsync_directory(parent)
@@ -166,6 +165,7 @@ class Writer:
         self.path = path
         self._fd = fd
         self._named = named
+        self._process = os.getpid()
         self._position = 0
 
     def _checked(self) -> int:
@@ -225,10 +225,9 @@ def _create_temporary(path: str, mode: int) -> tuple[int, str]:
     """A new empty file beside `path`, of an unpredictable name, with exactly the permissions `mode`."""
     try:
         system.refuse_irregular(os.lstat(path).st_mode, path)
-    except FileNotFoundError:
-        pass
     except OSError as error:
-        raise translate(error, path, "write") from error
+        if not isinstance(error, FileNotFoundError):
+            raise translate(error, path, "write") from error
     named = os.path.join(os.path.dirname(path), f"{TEMPORARY_PREFIX}{secrets.token_hex(12)}.tmp")
     try:
         fd = os.open(named, os.O_RDWR | os.O_CREAT | os.O_EXCL | system.NOFOLLOW | system.COMMON, 0o600)
@@ -304,6 +303,8 @@ def _rename(temporary: str, target: str, *, new: bool) -> None:
 
 
 def _discard(writer: Writer, temporary: str) -> None:
+    if writer._process != os.getpid():  # forked meanwhile: the file is still being written
+        return
     with contextlib.suppress(KvsnapError):  # the error that brought us here matters more
         if writer._fd >= 0:
             writer._close()
@@ -313,13 +314,9 @@ def _discard(writer: Writer, temporary: str) -> None:
 
 
 def write_whole(
-    path: StrPath,
-    content: Buffers | Callable[[Writer], object],
-    *,
-    mode: int = 0o600,
-    sync: bool = True,
+    path: StrPath, content: Buffers | Callable[[Writer], object], *, mode: int = 0o600, sync: bool = True,
     new: bool = False,
-) -> int:
+) -> int:  # fmt: skip
     """Write a file whole, as `replacing` does, and return its length in bytes.
 
     `content` is a buffer, several in order, or a function that is handed the `Writer`. Errors as for `replacing`; an
@@ -343,6 +340,8 @@ class Appender(OpenFile):
     vanishes with the process. Readers don't see it. Once a sync failed, what reached the disk is unknown: every later
     call but `close` raises PoisonedError. Not for several threads at once.
     """
+
+    _locks = True
 
     def __init__(self, fd: int, path: str, *, is_new: bool) -> None:
         super().__init__(fd, path)

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 class OpenFile:
     """A descriptor with a path, closed once."""
 
+    _locks = False
+
     def __init__(self, fd: int, path: str) -> None:
         self.path = path
+        self._process = os.getpid()
         self._fd = fd
 
     def _checked(self) -> int:
@@ -38,6 +41,8 @@ class OpenFile:
         """Close the file and give up its lock. Closing twice is allowed."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
+            if self._locks and self._process == os.getpid():  # a forked process does not give up what is not its own
+                system.unlock_named(fd, self.path)
             try:
                 os.close(fd)
             except OSError as error:

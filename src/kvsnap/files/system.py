@@ -66,11 +66,29 @@ def translate(error: OSError, path: StrPath, doing: str) -> KvsnapError:
 
 
 def path_text(path: StrPath) -> str:
-    """Return `path` as text; InputError for bytes, the empty path and NUL."""
+    """Return `path` as text; InputError for bytes, the empty path, NUL, and what no file name can be made of."""
     text: object = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
         raise InputError("not a path: a non-empty text without NUL is expected", found=repr(text))
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise InputError("not a path: this text has no encoding as a file name", found=ascii(text)) from error
     return text
+
+
+def absolute(path: StrPath) -> str:
+    """Return `path` as absolute text, so that it means the same in another working directory.
+
+    Raise InputError as `path_text`, and MissingError for a relative path in a working directory that is gone.
+    """
+    text = path_text(path)
+    try:
+        return os.path.abspath(text)
+    except FileNotFoundError as error:
+        raise MissingError("a relative path, and the working directory is gone", path=text) from error
+    except OSError as error:
+        raise translate(error, text, "find") from error
 
 
 def refuse_irregular(mode: int, path: str) -> None:
@@ -340,6 +358,17 @@ def lock(fd: int, path: str) -> None:
             raise translate(error, path, "lock") from error
 
 
+def unlock_named(fd: int, path: str) -> None:
+    """Give the lock of an open file up at once, also where a forked process still has the descriptor.
+
+    Not for a file that does not have its name yet: whoever writes it holds the same lock.
+    """
+    if sys.platform != "win32":
+        with contextlib.suppress(OSError):  # also a StorageError; closing gives it up, too
+            if is_named(fd, path):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 def hold(fd: int) -> None:
     """Mark a temporary file as being written, where the system has such locks; it goes with the descriptor."""
     if sys.platform != "win32":
@@ -362,8 +391,10 @@ def is_left(path: str) -> bool:
 
 
 def is_named(fd: int, path: str) -> bool:
-    """Tell whether `path` still names the open file."""
+    """Tell whether `path` still names the open file. Raise StorageError where that cannot be seen."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise translate(error, path, "open") from error

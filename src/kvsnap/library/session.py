@@ -19,7 +19,7 @@ from kvsnap.layout import Snapshot
 from kvsnap.library.contents import OK, Facts, is_rewindable, pack_identity, read_facts
 from kvsnap.library.reports import Entry
 from kvsnap.protocols import Progress
-from kvsnap.session import Session
+from kvsnap.session import Session, changes
 
 __all__ = ["Keeper", "LibrarySession"]
 
@@ -100,16 +100,16 @@ class LibrarySession(Session):
         keeper = self._kept_by()
         return keeper.fork(keeper.name_of(self.file_id), name, n_tokens=n_tokens, commit=commit)
 
+    @changes
     def compact(self, *, progress: Progress | None = None) -> CompactReport:
         """Write the session anew without what its history no longer needs, as `Library.compact` does, and go on there.
 
         The session has another file id and another path afterwards.
         """
         keeper = self._kept_by()
-        with self._turns:
-            self._journal.check_unchanged()
-            with closing(self._file()) as file:
-                return keeper.replaced(self, file, progress)
+        self._journal.check_unchanged()
+        with closing(self._file()) as file:
+            return keeper.replaced(self, file, progress)
 
     @contextmanager
     def moving(self, path: str) -> Iterator[Callable[[], None]]:

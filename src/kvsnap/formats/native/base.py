@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 from kvsnap.errors import DamagedError, FormatError, MissingError, UnsupportedError
+from kvsnap.files import absolute
 from kvsnap.formats.native.tables import Entry
 
 __all__ = [
@@ -92,7 +93,7 @@ def parent_path(path: str | None, base: Base) -> str:
         raise UnsupportedError(
             "a fork cannot be read from bytes alone: its history starts in another file", found=base.parent.hex()
         )
-    return os.path.join(os.path.dirname(os.path.abspath(path)), session_file_name(base.parent))
+    return os.path.join(os.path.dirname(absolute(path)), session_file_name(base.parent))
 
 
 def missing_parent(path: str | None, place: str, error: MissingError) -> MissingError:

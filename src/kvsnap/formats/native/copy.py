@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ from kvsnap.errors import InputError
 from kvsnap.files import Appender, Writer, replacing
 from kvsnap.formats.native.base import session_file_name
 from kvsnap.formats.native.fork import at_commit, cut_at
+from kvsnap.formats.native.journal import Journal
 from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.readers import Written
 from kvsnap.formats.native.replay import History, history_of, write_history
 from kvsnap.protocols import Progress
 from kvsnap.records import FileHeader, Footer
@@ -94,21 +96,15 @@ def compact_report(file: NativeFile, path: str, history: History, header: FileHe
 
 
 def replace_compacted(
-    file: NativeFile, path: str, progress: Progress | None, took: Callable[[Appender], None]
+    file: NativeFile, path: str, progress: Progress | None, ready: Callable[[Journal], None]
 ) -> CompactReport:
     """Put a compacted file in the place of `path`.
 
-    `took` is handed an appender of it, locked since before it had the name. Also when an error comes behind that: a
-    directory that cannot be synced, an interrupt. Otherwise, after any error, everything is as before.
+    `ready` is handed the journal of it, locked, before it has the name: whether it has got it, also when an error comes
+    behind that (a directory that cannot be synced, an interrupt), `Journal.is_named` tells. It closes it if not.
     """
-    appender: Appender | None = None
-    with ExitStack() as undo:
-        try:
-            with replacing(path) as writer:
-                appender = undo.enter_context(Appender.taking(writer))
-                history, header, footer = write_compacted(file, writer, progress)
-        finally:
-            if appender is not None and appender.is_named:
-                undo.pop_all()
-                took(appender)
+    with replacing(path) as writer:
+        history, header, footer = write_compacted(file, writer, progress)
+        appender = Appender.taking(writer)
+        ready(Journal(path, appender, NativeFile(Written(appender, footer.file_length), mapped=False)))
     return compact_report(file, path, history, header, footer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsnap.errors import InputError, MissingError, UnsupportedError
-from kvsnap.files import sync_file, write_whole
+from kvsnap.files import absolute, sync_file, write_whole
 from kvsnap.formats.native.base import MAX_DEPTH, Base, session_file_name
 from kvsnap.formats.native.live import Cut, cut_live
 from kvsnap.formats.native.read import NativeFile
@@ -74,7 +74,7 @@ def fork_file(path: str, *, n_tokens: int | None = None, commit: int | None = No
     to stay: see `kvsnap.library`. Raise `InputError`, `MissingError` (no such commit), `StorageError`, and
     `UnsupportedError` for more than 64 forks in a row, a length that cannot be reached, or a sealed snapshot.
     """
-    name = os.path.abspath(path)
+    name = absolute(path)
     with closing(NativeFile.open(name, mapped=False)) as last:
         if last.sealed or last.header.use != SESSION:
             raise UnsupportedError("a sealed snapshot has no history to fork: append it to a session", path=name)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import TracebackType
 
 from kvsnap.errors import ConflictError, InputError, StorageError
 from kvsnap.files import Appender
@@ -17,7 +17,7 @@ from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.tables import Commit, Entry, Operation, pack_index
 from kvsnap.formats.native.write import MemorySink, RecordWriter, new_header
 from kvsnap.identity import Identity
-from kvsnap.records import FOOTER_SIZE, HEADER_SIZE, SESSION, Footer, Kind, read_record_header
+from kvsnap.records import FOOTER_SIZE, HEADER_SIZE, SESSION, Footer, Kind, find_end, read_record_header
 
 __all__ = ["Journal", "Published", "empty_file", "published"]
 
@@ -67,6 +67,21 @@ class _Sized:
         self.read_at = appender.read_at
 
 
+class _Writing:
+    """What `Journal.writing` returns. No generator: one that an interrupt left over would cut back later on."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def __enter__(self) -> RecordWriter:
+        return self._journal.begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._journal.end(failed=kind is not None)
+
+
 class Journal:
     """A session file open for writing, or for reading only when `appender` is None."""
 
@@ -77,12 +92,13 @@ class Journal:
         self.now = published(file)
         self.dropped = file.end.dropped
         self._process = os.getpid()
+        self._torn = False  # something may stand behind our end that we did not cut off
         self._shared = False  # somebody else writes here: what stands behind our end is not ours to cut off
 
     def _writable(self) -> Appender:
         if self.appender is None:
             raise InputError("the session was opened for reading only", path=self.path)
-        if os.getpid() != self._process:  # a fork shares the lock, so the lock does not keep the two apart
+        if not self.is_ours:  # a fork shares the lock, so the lock does not keep the two apart
             raise ConflictError(
                 "the session was opened by another process, before a fork: open it here", path=self.path
             )
@@ -92,26 +108,34 @@ class Journal:
         """Raise `InputError` (opened for reading only), `PoisonedError` or `ConflictError` (forked)."""
         self._writable().size()
 
-    @contextmanager
-    def writing(self) -> Iterator[RecordWriter]:
-        """Yield a writer at the published end, and cut the file back to that end after any error.
+    def writing(self) -> _Writing:
+        """Return a context manager: a writer at the published end, and the file cut back to that end after any error.
 
         No room, a source that turns out to be damaged, an interrupt: the session stays usable.
 
         Raise `ConflictError` when the file is not the one that was opened any more.
         """
-        appender = self._writable()
-        writer = self._writer(appender)
-        with ExitStack() as undo:
-            undo.callback(self._cut_back, appender)
-            yield writer
-            undo.pop_all()
+        return _Writing(self)
+
+    def begin(self) -> RecordWriter:
+        """Return a writer at the published end, where what a change left that went wrong is cut off first."""
+        writer = self._writer(self._writable())
+        self._torn = True
+        return writer
+
+    def end(self, *, failed: bool) -> None:
+        """End what `begin` began: cut the file back to the published end if it failed."""
+        if not failed:
+            self._torn = False
+        elif self.appender is not None and self.is_ours:  # what was forked meanwhile and ends must not cut anything
+            self._cut_back(self.appender)
 
     def _cut_back(self, appender: Appender) -> None:
         if not appender.poisoned and not self._shared:
-            with suppress(StorageError):  # the error that brought us here is the one to tell
+            with suppress(StorageError, InputError):  # the error that brought us here is the one to tell
                 appender.truncate(self.now.footer.file_length)
                 appender.sync()  # else a later crash could mix what is cut off here with what is written there next
+                self._torn = False
 
     def check_unchanged(self) -> None:
         """Raise `ConflictError` when the file is not the one that was opened any more, and as `check_writable`."""
@@ -119,6 +143,8 @@ class Journal:
 
     def _checked_end(self, appender: Appender) -> int:
         now, size, end = self.now, appender.size(), self.now.footer.file_length
+        if self._torn and size > end and find_end(_Sized(appender, size), self.header).footer == now.footer:
+            self.dropped = size - end  # what a change left that went wrong, and was interrupted once more
         place = end - FOOTER_SIZE
         intact = size >= end and appender.read_at(place, FOOTER_SIZE) == now.footer.pack(self.header.salt, place)
         if not appender.is_named:
@@ -138,7 +164,8 @@ class Journal:
         end, now = self._checked_end(appender), self.now
         if self.dropped:
             appender.truncate(end)
-            self.dropped = 0
+            appender.sync()  # as `_cut_back` does
+        self.dropped, self._torn = 0, False
         last = read_record_header(_Sized(appender, end), self.header, now.footer.commit_offset, kind=Kind.COMMIT)
         return RecordWriter(appender, self.header, offset=end, sequence=last.sequence + 1, commit=now.commit.number + 1)
 
@@ -187,6 +214,16 @@ class Journal:
         self.now = Published(commit, footer, entries, base, geometry or now.geometry, identity or now.identity)
         appender.sync()
         return footer.file_length - now.footer.file_length
+
+    @property
+    def is_named(self) -> bool:
+        """True for a file open for writing that has its name."""
+        return self.appender is not None and not self.appender.closed and self.appender.is_named
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a process that was forked from the one that opened it."""
+        return os.getpid() == self._process
 
     def close(self) -> None:
         """Close the file and give up the lock."""

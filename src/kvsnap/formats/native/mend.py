@@ -7,7 +7,6 @@ another one must be named by a commit of the same history. Spec sections 10, 11,
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -25,10 +24,11 @@ from kvsnap.formats.native.base import (
     parent_path,
     parse_base,
 )
-from kvsnap.formats.native.read import MAX_JSON, NativeFile
+from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.readers import FileReader
+from kvsnap.formats.native.relist import relisted
 from kvsnap.formats.native.survey import Patched, Survey, prove_header
-from kvsnap.formats.native.tables import Commit, Entry, Operation, history_digest, parse_index
+from kvsnap.formats.native.tables import Commit, Entry, history_digest
 from kvsnap.formats.native.verify import Damage
 from kvsnap.records import (
     ENCRYPTED,
@@ -46,7 +46,6 @@ from kvsnap.records import (
 __all__ = ["Findings", "Mended"]
 
 _BROKEN = (DamagedError, FormatError)
-_MAX_REWINDS = 1000  # made again for one file: each costs a pass over the tables before it
 
 
 @dataclass(slots=True)
@@ -215,7 +214,7 @@ class Mended:
         except VersionError:
             raise
         except _BROKEN as error:
-            place, digest, found = _Replayed(file, self.survey).run(error)
+            place, digest, found = relisted(file, self.survey, error)
             last = file.commit.number
             if place == file.end.footer.commit_offset:
                 vars(file)["entries"] = found
@@ -287,137 +286,3 @@ def _starts_with_key(reader: FileReader, header: FileHeader) -> bool:
         return read_record_header(reader, header, HEADER_SIZE).kind == Kind.KEY
     except _BROKEN:
         return False
-
-
-class _Replayed:
-    """The live list made anew, commit by commit from the first one of the file."""
-
-    def __init__(self, file: NativeFile, survey: Survey) -> None:
-        self.file, self.survey = file, survey
-        self.entries: list[Entry] = []
-        self.ends: list[tuple[int, int]] = []  # tokens and rows behind each entry, in the whole history
-        self.start = (0, 0, bytes(16))  # tokens, rows and digest of what is kept of a parent
-        self.waiting: list[tuple[int, int]] = []  # spans that no commit was seen of: offset, number of their commit
-        self.states: dict[int, int] = {}
-        self.seen: dict[tuple[int, int, bytes], int] = {}  # commits whose list could be made: what they had, where
-        self.rewinds = 0
-
-    def run(
-        self, error: DamagedError | FormatError, *, last: int | None = None
-    ) -> tuple[int, bytes, tuple[Entry, ...]]:
-        """Return the last commit whose list could be made, up to `last`: its offset, its digest, the entries.
-
-        Raise the error given when there is none.
-        """
-        last = self.file.end.footer.commit_offset if last is None else last
-        found: tuple[int, bytes, tuple[Entry, ...]] | None = None
-        for offset, kind, number in self.survey:
-            if offset > last:
-                break
-            if kind == Kind.SPAN:
-                self.waiting.append((offset, number))
-            elif kind == Kind.STATE:
-                self.states[number] = offset
-            elif kind == Kind.COMMIT:
-                try:
-                    commit, digest, _ = self.survey.commit_at(offset)
-                    self._move_base(commit)
-                except VersionError:
-                    raise
-                except _BROKEN:
-                    continue
-                if self._step(commit) or self._direct(commit) or self._rewind(commit, error):
-                    found = (offset, digest, tuple(self.entries))
-                    self.seen[commit.n_tokens, commit.n_rows, commit.digest] = offset
-                self.waiting, self.states = [], {}
-        if found is None:
-            raise error
-        return found
-
-    def _move_base(self, commit: Commit) -> None:
-        if commit.base:
-            _, payload = read_record(self.file.reader, self.file.header, commit.base, kind=Kind.BASE, limit=MAX_JSON)
-            base = parse_base(payload, self.file.path, commit.base + RECORD_SIZE)
-            self.start = (base.n_tokens, base.n_rows, base.history)
-
-    # -- one commit ----------------------------------------------------------------------------------------------
-
-    def _fits(self, commit: Commit) -> bool:
-        tokens, rows = self.ends[-1] if self.ends else self.start[:2]
-        digest = self.entries[-1].digest if self.entries else self.start[2]
-        return (tokens, rows, digest) == (commit.n_tokens, commit.n_rows, commit.digest)
-
-    def _step(self, commit: Commit) -> bool:
-        """Take the list from the commit before to this one; tell whether it has the digest that the commit names."""
-        if commit.operation == Operation.RESET:
-            self._set(())
-        try:
-            for offset, number in self.waiting:
-                self._append(offset, commit.state if number == commit.number else self.states.get(number, 0))
-            self._cut(commit.n_tokens, commit.n_rows)
-        except VersionError:
-            raise
-        except _BROKEN:
-            return False
-        n_tail = len(commit.tail)
-        if n_tail and [e.digest for e in self.entries[-n_tail:]] == [e.digest for e in commit.tail]:
-            self.entries[-n_tail:] = commit.tail
-        return self._fits(commit)
-
-    def _direct(self, commit: Commit) -> bool:
-        """Take the list from the COMMIT and its INDEX."""
-        kept: tuple[Entry, ...] = ()
-        if commit.index:
-            try:
-                _, payload = read_record(self.file.reader, self.file.header, commit.index, kind=Kind.INDEX)
-                kept = parse_index(payload, self.file.path, commit.index + RECORD_SIZE)[: commit.index_kept]
-            except _BROKEN:
-                return False
-        self._set((*kept, *commit.tail))
-        return self._fits(commit)
-
-    def _rewind(self, commit: Commit, error: DamagedError | FormatError) -> bool:
-        """Take the list of the earlier commit that a rewind went to, made once more from the start."""
-        there = self.seen.get((commit.n_tokens, commit.n_rows, commit.digest))
-        if commit.operation != Operation.REWIND or there is None or self.rewinds >= _MAX_REWINDS:
-            return False
-        self.rewinds += 1
-        again = _Replayed(self.file, self.survey)
-        again.rewinds = self.rewinds
-        self._set(again.run(error, last=there)[2])
-        self.rewinds = again.rewinds
-        return self._fits(commit)
-
-    def _set(self, entries: tuple[Entry, ...]) -> None:
-        self.entries, self.ends = list(entries), []
-        tokens, rows, _ = self.start
-        for entry in entries:
-            tokens, rows = tokens + entry.n_tokens, rows + entry.n_rows
-            self.ends.append((tokens, rows))
-
-    def _append(self, offset: int, state: int) -> None:
-        table, _, check = self.file.table_at(offset, Kind.SPAN)
-        self._cut(table.token_start, table.row_start)
-        previous = self.entries[-1].digest if self.entries else self.start[2]
-        digest = history_digest(previous, table.tokens, table.n_rows)
-        self.entries.append(Entry(offset, len(table.tokens), table.row_start, table.n_rows, state, check, digest))
-        self.ends.append((table.token_start + len(table.tokens), table.row_start + table.n_rows))
-
-    def _cut(self, n_tokens: int, n_rows: int) -> None:
-        """Keep so many tokens and rows, as a truncate does."""
-        if (self.ends[-1] if self.ends else self.start[:2]) == (n_tokens, n_rows):
-            return
-        count = bisect_right(self.ends, n_tokens, key=lambda end: end[0])
-        cut = self.entries[count : count + 1]
-        del self.entries[count:], self.ends[count:]
-        tokens, rows = self.ends[-1] if self.ends else self.start[:2]
-        if n_tokens > tokens and cut:
-            if n_rows < rows:
-                raise FormatError("a cut keeps fewer rows than there were before", path=self.file.path, found=n_rows)
-            table, _, _ = self.file.table_at(cut[0].span, Kind.SPAN)
-            previous = self.entries[-1].digest if self.entries else self.start[2]
-            digest = history_digest(previous, table.tokens[: n_tokens - tokens], n_rows - rows)
-            self.entries.append(
-                replace(cut[0], n_tokens=n_tokens - tokens, n_rows=n_rows - rows, state=0, digest=digest)
-            )
-            self.ends.append((n_tokens, n_rows))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from kvsnap.errors import DamagedError
+from kvsnap.files import Appender
 from kvsnap.records import ReadAt
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["BytesReader", "FileReader"]
+__all__ = ["BytesReader", "FileReader", "Written"]
 
 
 class FileReader(ReadAt, Protocol):
@@ -47,3 +48,24 @@ class BytesReader:
     def map(self) -> memoryview:
         """Return the data itself."""
         return self._data
+
+
+class Written:
+    """A new file of known length, read before it has its name."""
+
+    def __init__(self, appender: Appender, size: int) -> None:
+        self.path: str | None = appender.path
+        self.size = size
+        self._appender = appender
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Return these bytes."""
+        return self._appender.read_at(offset, length)
+
+    def read_into(self, offset: int, buffer: WriteableBuffer) -> int:
+        """Fill the buffer."""
+        return self._appender.read_into(offset, buffer)
+
+    def map(self) -> memoryview:
+        """Return all bytes."""
+        return memoryview(self.read_at(0, self.size))

@@ -6,20 +6,18 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvsnap.errors import DamagedError, InputError
 from kvsnap.files import Appender, Reader, Writer, replacing
 from kvsnap.formats.native.mend import Findings, Mended
 from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.readers import Written
 from kvsnap.formats.native.replay import History, write_history
 from kvsnap.formats.native.salvage import salvage
 from kvsnap.formats.native.verify import Damage, verify_file
 from kvsnap.protocols import Progress
 from kvsnap.records import SESSION, SNAPSHOT
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 __all__ = ["RepairReport", "repair_file"]
 
@@ -97,28 +95,10 @@ def _stage(progress: Progress | None, number: int) -> Progress | None:
     return report
 
 
-class _Written:
-    """The new file, read before it has its name."""
-
-    def __init__(self, appender: Appender, size: int) -> None:
-        self.path: str | None = appender.path
-        self.size = size
-        self._appender = appender
-
-    def read_at(self, offset: int, length: int) -> bytes:
-        return self._appender.read_at(offset, length)
-
-    def read_into(self, offset: int, buffer: WriteableBuffer) -> int:
-        return self._appender.read_into(offset, buffer)
-
-    def map(self) -> memoryview:
-        return memoryview(self.read_at(0, self.size))
-
-
 def _check(writer: Writer, size: int, history: History, progress: Progress | None) -> None:
     """Read the new file back. Raise `DamagedError` when not every byte of it verifies: then it gets no name."""
     with closing(Appender.taking(writer)) as appender:
-        made = NativeFile(_Written(appender, size), mapped=False)
+        made = NativeFile(Written(appender, size), mapped=False)
         report = verify_file(made, progress)
         if report.damages:
             first = report.damages[0]

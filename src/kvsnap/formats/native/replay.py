@@ -101,6 +101,7 @@ def history_of(file: NativeFile, cut: Cut | None = None) -> History:
         if where not in known:
             known[where] = _commits(where, notes)
     pieces: list[Piece] = []
+    said: dict[tuple[NativeFile, int], dict[str, str] | None] = {}
     tokens = rows = 0
     unstored = commit.n_rows + commit.n_pending - commit.n_tokens
     for where, entry in live:
@@ -114,7 +115,9 @@ def history_of(file: NativeFile, cut: Cut | None = None) -> History:
                 token_offset=position_after(live, len(pieces) + 1),
                 complete=made is None, time_ns=(made or commit).time_ns, operation=Operation.TRUNCATE,
             )  # fmt: skip
-        pieces.append(Piece(where, entry, made, _metadata(where, made, notes)))
+        if (where, made.note) not in said:  # commits repeat the NOTE of those before them
+            said[where, made.note] = _metadata(where, made, notes)
+        pieces.append(Piece(where, entry, made, said[where, made.note]))
     return History(tuple(pieces), end, file.geometry, file.identity, dict(file.metadata), tuple(dict.fromkeys(notes)))
 
 
@@ -122,7 +125,7 @@ def _commits(file: NativeFile, notes: list[str]) -> dict[int, Commit]:
     found: dict[int, Commit] = {}
     try:
         for commit, _ in walk(file.commit, file.end.footer.commit_offset, file.header, file.reader):
-            found[commit.number] = commit
+            found[commit.number] = replace(commit, tail=())  # the tails of all would be more than the history
     except (DamagedError, FormatError) as error:
         notes.append(f"what is known of turns before commit {min(found, default=0)} is lost: {error}")
     return found
