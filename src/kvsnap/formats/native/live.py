@@ -83,19 +83,19 @@ def cut_live(file: NativeFile, n_tokens: int) -> Cut:
         digest = history_digest(previous, table.tokens[: n_tokens - before], rows)
         kept.append((where, replace(cut, n_tokens=n_tokens - before, n_rows=rows, state=0, digest=digest)))
     n_rows = sum(entry.n_rows for _, entry in kept)
-    return Cut(tuple(kept), n_tokens, n_rows, n_tokens + unstored - n_rows, _position_after(kept))
+    return Cut(tuple(kept), n_tokens, n_rows, n_tokens + unstored - n_rows, _position_after(file, kept, n_rows))
 
 
-def _position_after(live: Sequence[Live]) -> int:
+def _position_after(file: NativeFile, live: Sequence[Live], n_rows: int) -> int:
     if live and live[-1][1].state:
-        file, entry = live[-1]
-        # Read also because an old state that is damaged must not become the current one.
-        table, place, _ = file.table_at(entry.state, Kind.STATE)
-        named = parse_token_offset(table.meta, file.path, place)
+        where, entry = live[-1]
+        file.state_at(where, entry.state, n_rows)  # an old state that is damaged must not become the current one
+        table, place, _ = where.table_at(entry.state, Kind.STATE)
+        named = parse_token_offset(table.meta, where.path, place)
         if named is not None:
             return named
-    for file, entry in reversed(live):
-        table, _, _ = file.table_at(entry.span, Kind.SPAN)
+    for where, entry in reversed(live):
+        table, _, _ = where.table_at(entry.span, Kind.SPAN)
         kept = cut_positions(table.positions, entry.n_rows)
         if kept:
             return kept[-1].start + kept[-1].count

@@ -291,13 +291,15 @@ class NativeFile:
     def state(self) -> tuple[dict[int, Tensor], SamplerState | None]:
         """Read STATE: its tensors by id (not their bytes), and the sampler."""
         file, offset = self.state_place()
-        if not offset:
-            return {}, None
+        return self.state_at(file, offset, self.commit.n_rows) if offset else ({}, None)
+
+    def state_at(self, file: NativeFile, offset: int, n_rows: int) -> tuple[dict[int, Tensor], SamplerState | None]:
+        """Read the STATE at `offset` of `file`, which belongs to this one, as that of the first `n_rows` rows."""
         table, payload, _ = file.table_at(offset, Kind.STATE)
-        if len(table.tokens) or table.n_rows or table.row_start != self.commit.n_rows:
+        if len(table.tokens) or table.n_rows or table.row_start != n_rows:
             raise FormatError(
                 "STATE is not that of the last row", path=file.path, offset=offset,
-                expected=f"row {self.commit.n_rows}, no tokens or rows of its own",
+                expected=f"row {n_rows}, no tokens or rows of its own",
                 found=f"row {table.row_start}, {len(table.tokens)} tokens, {table.n_rows} rows",
             )  # fmt: skip
         sizes, tensors = Sizes(self.geometry.tensors, replaced=True), {}
