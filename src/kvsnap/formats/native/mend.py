@@ -323,7 +323,9 @@ class _Replayed:
     def _fits(self, commit: Commit) -> bool:
         tokens, rows = self.ends[-1] if self.ends else self.start[:2]
         digest = self.entries[-1].digest if self.entries else self.start[2]
-        return (tokens, rows, digest) == (commit.n_tokens, commit.n_rows, commit.digest)
+        state = self.entries[-1].state if self.entries else 0
+        found = (commit.n_tokens, commit.n_rows, commit.digest, commit.state)
+        return (tokens, rows, digest, state) == found
 
     def _step(self, commit: Commit) -> bool:
         """Take the list from the commit before to this one; tell whether it has the digest that the commit names."""

@@ -85,6 +85,10 @@ class NativeFile:
                 "COMMIT and its footer disagree", path=self.path, offset=self.end.footer.commit_offset,
                 expected=self.end.footer.commit, found=self.commit.number,
             )  # fmt: skip
+        if self.header.use == SNAPSHOT and (self.commit.number != 1 or self.commit.previous):
+            raise FormatError(
+                "a snapshot has one commit", path=self.path, offset=place, expected=1, found=self.commit.number
+            )
 
     @staticmethod
     def open(path: str | os.PathLike[str], *, mapped: bool = True, key: bytes | None = None) -> NativeFile:
@@ -226,6 +230,12 @@ class NativeFile:
                 "the live list does not add up to its COMMIT", path=self.path, offset=self.end.footer.commit_offset,
                 expected=f"{commit.n_tokens} tokens, {commit.n_rows} rows", found=f"{n_tokens} tokens, {n_rows} rows",
             )  # fmt: skip
+        state = live[-1].state if live else 0
+        if commit.state != state:
+            raise FormatError(
+                "COMMIT names another STATE than its last entry", path=self.path,
+                offset=self.end.footer.commit_offset, expected=state, found=commit.state,
+            )  # fmt: skip
         return live
 
     @cached_property
@@ -302,6 +312,7 @@ class NativeFile:
                 expected=f"row {n_rows}, no tokens or rows of its own",
                 found=f"row {table.row_start}, {len(table.tokens)} tokens, {table.n_rows} rows",
             )  # fmt: skip
+        schema.parse_token_offset(table.meta, file.path, payload)
         sizes, tensors = Sizes(self.geometry.tensors, replaced=True), {}
         for part in table.parts:
             source = PartSource(file.content, sizes, part, payload, mapped=file.mapped)

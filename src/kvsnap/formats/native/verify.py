@@ -19,15 +19,18 @@ from kvsnap.errors import (
     UnsupportedError,
     VersionError,
 )
+from kvsnap.formats.native.base import parse_base
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.sources import PartSource, Sizes
-from kvsnap.formats.native.tables import Commit, ReadTable, parse_commit
+from kvsnap.formats.native.tables import Commit, Operation, ReadTable, parse_commit
 from kvsnap.formats.native.vault import check_key_record
 from kvsnap.protocols import Progress
 from kvsnap.records import (
     FOOTER_SIZE,
+    FORKED,
     HEADER_SIZE,
     RECORD_SIZE,
+    SNAPSHOT,
     WITH_PARTS,
     Kind,
     ReadAt,
@@ -242,8 +245,26 @@ def _check_commit(walk: _Walk, offset: int, record: RecordHeader, raw: bytes) ->
     digest = commit_digest(record.pack(file.header.salt, offset), stored)
     if footer is None or footer.digest != digest or footer.commit_offset != offset:
         walk.found("a footer does not fit its COMMIT", place, offset)
+    last = file.end.footer.commit_offset
+    if offset < last and (commit.sealed or file.header.use == SNAPSHOT):
+        walk.found("a commit follows one that is sealed", last, last)
+    _check_origin(walk, offset, commit)
     if commit.previous:
         _check_previous(walk, offset, commit)
+
+
+def _check_origin(walk: _Walk, offset: int, commit: Commit) -> None:
+    """Check where a commit says that the history starts: in a fork every one names a BASE, and all mean one parent."""
+    file = walk.file
+    forked = bool(file.header.required & FORKED)
+    if forked != bool(commit.base):
+        walk.found("a COMMIT names a BASE in a file that is no fork, or none in a fork", offset, offset)
+    if forked and not commit.previous and commit.operation != Operation.FORK:
+        walk.found("the first commit of a fork is no fork", offset, offset)
+    if forked and commit.base not in {0, file.commit.base}:
+        base = parse_base(file.table_of(commit.base, kind=Kind.BASE)[0], file.path, commit.base + RECORD_SIZE)
+        if file.base is not None and base.origin != file.base.origin:
+            walk.found("two BASE records name different origins", offset, offset)
 
 
 def _check_previous(walk: _Walk, offset: int, commit: Commit) -> None:
