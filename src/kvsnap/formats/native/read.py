@@ -214,28 +214,8 @@ class NativeFile:
                     found=len(kept),
                 )
             kept = kept[: commit.index_kept]
-        live, base = kept + commit.tail, self.base
-        n_tokens = sum(e.n_tokens for e in live) + (base.n_tokens if base else 0)
-        n_rows = base.n_rows if base else 0
-        for entry in live:
-            if entry.row_start != n_rows:
-                raise FormatError(
-                    "the live list has a gap", path=self.path, offset=self.end.footer.commit_offset,
-                    expected=n_rows, found=entry.row_start,
-                )  # fmt: skip
-            n_rows += entry.n_rows
-        digest = live[-1].digest if live else base.history if base else bytes(16)
-        if (n_tokens, n_rows, digest) != (commit.n_tokens, commit.n_rows, commit.digest):
-            raise FormatError(
-                "the live list does not add up to its COMMIT", path=self.path, offset=self.end.footer.commit_offset,
-                expected=f"{commit.n_tokens} tokens, {commit.n_rows} rows", found=f"{n_tokens} tokens, {n_rows} rows",
-            )  # fmt: skip
-        state = live[-1].state if live else 0
-        if commit.state != state:
-            raise FormatError(
-                "COMMIT names another STATE than its last entry", path=self.path,
-                offset=self.end.footer.commit_offset, expected=state, found=commit.state,
-            )  # fmt: skip
+        live = kept + commit.tail
+        _check_live(self, live, self.base)
         return live
 
     @cached_property
@@ -322,3 +302,29 @@ class NativeFile:
     def snapshot(self) -> Snapshot:
         """Return everything as a snapshot. Tensor bytes are read, and checked, when they are first used."""
         return snapshot_of(self)
+
+
+def _check_live(file: NativeFile, live: tuple[Entry, ...], base: Base | None) -> None:
+    """Raise `FormatError` unless a live list, behind what a fork keeps of its parent, is that of the commit."""
+    commit = file.commit
+    n_tokens = sum(e.n_tokens for e in live) + (base.n_tokens if base else 0)
+    n_rows = base.n_rows if base else 0
+    for entry in live:
+        if entry.row_start != n_rows:
+            raise FormatError(
+                "the live list has a gap", path=file.path, offset=file.end.footer.commit_offset,
+                expected=n_rows, found=entry.row_start,
+            )  # fmt: skip
+        n_rows += entry.n_rows
+    digest = live[-1].digest if live else base.history if base else bytes(16)
+    if (n_tokens, n_rows, digest) != (commit.n_tokens, commit.n_rows, commit.digest):
+        raise FormatError(
+            "the live list does not add up to its COMMIT", path=file.path, offset=file.end.footer.commit_offset,
+            expected=f"{commit.n_tokens} tokens, {commit.n_rows} rows", found=f"{n_tokens} tokens, {n_rows} rows",
+        )  # fmt: skip
+    state = live[-1].state if live else 0
+    if commit.state != state:
+        raise FormatError(
+            "COMMIT names another STATE than its last entry", path=file.path,
+            offset=file.end.footer.commit_offset, expected=state, found=commit.state,
+        )  # fmt: skip
