@@ -1183,12 +1183,14 @@ def index_kept_of_no_index(m: Minimal) -> Any:
 def index_of_63_bytes(m: Minimal) -> Any:
     m.before.append((6, bytes(63), {}))
     m.commit["index"] = 128
+    return m.build()
 
 
 @case("DamagedError")
 def index_that_is_a_note(m: Minimal) -> Any:
     m.before.append((NOTE, b'{"metadata":{}}', {}))
     m.commit["index"] = 128
+    return m.build()
 
 
 @case("FormatError")
@@ -1201,12 +1203,14 @@ def entry_keeps_more_tokens_than_the_span(m: Minimal) -> Any:
 def entry_that_is_a_layout(m: Minimal) -> Any:
     m.before.append((LAYOUT, b"{}", {}))
     m.entry["span"] = 128
+    return m.build()
 
 
 @case("DamagedError")
 def commit_state_that_is_a_span(m: Minimal) -> Any:
     m.before.append((SPAN, bytes(64), {"table": 64}))
     m.commit["state"] = m.entry["state"] = 128
+    return m.build()
 
 
 @case("FormatError")
