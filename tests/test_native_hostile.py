@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import hostile_files
-from spec_file import COMMIT, IDENTITY, LAYOUT, NOTE, SPAN, Minimal, SpecWriter, h64, h128, pack_table, up
+from spec_file import COMMIT, IDENTITY, LAYOUT, NOTE, SPAN, STATE, Minimal, SpecWriter, h64, h128, pack_table, up
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is that of Linux")
 
@@ -1545,6 +1546,73 @@ def test_history_that_points_astray(name: str, fields: dict[str, Any], tmp_path:
         with Session.open(path, readonly=True) as session, pytest.raises((DamagedError, FormatError)):
             print(session.history)
         assert verify(path).damages
+
+
+def two_turns(**state: Any) -> bytes:
+    """A session of two turns; `state` are fields of the STATE of the first one."""
+    m = Minimal(2)
+    m.commit["flags"] = 1
+    whole = dict(m.state)
+    m.state |= state
+    w = m.writer()
+    first, at = m.places["commit"], m.places
+    data = {"n_rows": 1, "row_start": 3, "data": m.k[:, :1].tobytes()}
+    span = w.table(SPAN, {
+        "row_start": 3, "n_rows": 1, "token_start": 3, "ids": [8], "runs": [(0, 1)], "positions": [(3, 1)],
+        "parts": [{"tensor": 0} | data, {"tensor": 1} | data],
+    }, commit=2)  # fmt: skip
+    made = w.table(STATE, whole | {"row_start": 4}, commit=2)
+    digests = [h128(bytes(16) + struct.pack("<3iQ", 5, 6, 7, 3))]
+    digests.append(h128(digests[0] + struct.pack("<iQ", 8, 1)))
+    rows = [(at["span"], 3, 0, 3, at["state"]), (span, 1, 3, 1, made)]
+    names = ["span", "n_tokens", "row_start", "n_rows", "state"]
+    tail = [
+        dict(zip(names, row, strict=True)) | {"check": w.check_of(row[0]), "digest": digest}
+        for row, digest in zip(rows, digests, strict=True)
+    ]
+    w.commit(
+        {
+            "number": 2, "previous": first, "previous_digest": w.digest_of(first), "flags": 1, "n_tokens": 4,
+            "n_rows": 4, "token_offset": 4, "identity": at["identity"], "layout": at["layout"], "state": made,
+            "note": at["note"], "digest": digests[1],
+        }, tail,
+    )  # fmt: skip
+    return bytes(w.data)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"meta": b'{"sampler":{},"random":{}}'},
+        {"meta": b'{"token_offset":null}'},
+        {"meta": b"[]"},
+        {"parts": [{"tensor": 8, "n_rows": 1, "data": bytes(20)}]},
+        {"row_start": 2},
+    ],
+)
+def test_an_earlier_state_that_breaks_a_rule_does_not_become_the_current_one(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
+    from kvsnap.errors import FormatError
+    from kvsnap.formats import native
+    from kvsnap.session import Session
+
+    path = tmp_path / "a"
+    for fields in ({}, state):  # the first is the control
+        path.write_bytes(two_turns(**fields))
+        before = native.load(path).tokens
+        assert before == (5, 6, 7, 8)
+        with Session.open(path) as session:
+            if fields:
+                for go in (lambda s=session: s.truncate(3), lambda s=session: s.rewind(1)):
+                    with pytest.raises(FormatError):
+                        go()
+                assert session.load().tokens == before
+            else:
+                assert session.truncate(3) == 3
+                logits = session.load().logits
+                assert logits is not None
+                assert logits.array.tolist() == np.linspace(-1, 1, 5, dtype="<f4").tolist()
 
 
 if __name__ == "__main__":
