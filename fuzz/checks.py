@@ -15,12 +15,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 import kvsnap
-from kvsnap.errors import KvsnapError
+from kvsnap.errors import KvsnapError, UnsupportedError, VersionError
 from kvsnap.files.reading import Reader
 from kvsnap.formats.native import NativeFile, RepairReport, VerifyReport
 from kvsnap.layout import Snapshot
 from kvsnap.session import Session
+from kvsnap.tensors import read_all
 from parts import read_whole
 from synthetic import same
 
@@ -76,6 +79,14 @@ def load_whole(path: Path, *, mmap: bool = False, key: bytes | None = None) -> S
     snapshot = kvsnap.load(path, mmap=mmap, key=key)
     read_whole(snapshot)
     return snapshot
+
+
+def read_together(snapshot: Snapshot) -> None:
+    """Read all tensors in one pass, as an engine does; the values are those that each gives alone."""
+    pairs = [(tensor, np.empty(tensor.shape, dtype=tensor.array.dtype)) for tensor in snapshot.tensors()]
+    read_all(pairs, workers=1)
+    for tensor, out in pairs:
+        assert out.tobytes() == tensor.array.tobytes(), f"{tensor.name} is another one when all are read together"
 
 
 def check_file(path: Path, key: bytes | None = None) -> None:
@@ -137,6 +148,7 @@ def _same_again(
         second = attempt(lambda mapped=mmap: load_whole(path, mmap=mapped, key=key))
         if isinstance(loaded, Snapshot):
             assert isinstance(second, Snapshot), f"it was read before, and now: {second}"
+            read_together(second)
             assert same(loaded, second) == []
         else:
             assert type(second) is type(loaded), (second, loaded)
@@ -154,7 +166,9 @@ def check_repair(path: Path, report: VerifyReport | KvsnapError, loaded: Snapsho
         made = attempt(lambda keep=keep_tokens: kvsnap.repair(path, out, keep_tokens=keep))
         if isinstance(made, KvsnapError):
             assert not out.exists()
-            assert not clean, f"verify is content, and repair says: {made}"
+            # The STATE of an earlier turn may need a newer release: verify does not look into it, and repair does.
+            newer = isinstance(made, (VersionError, UnsupportedError))
+            assert not clean or newer, f"verify is content, and repair says: {made}"
             assert kept is None, f"less is kept when ids may be kept as well: {made}"
             continue
         try:
