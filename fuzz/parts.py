@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,14 @@ from kvsnap.protocols import Format
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
+KEY = bytes(range(32))  # of every encrypted input
+sys.path.append(str(ROOT / "tests"))  # for spec_file and synthetic
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A directory in memory, where there is one."""
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)  # noqa: S108
+
 
 _VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 7, 64, 2**31 - 1, 2**31, 2**32, 2**40, 2**63, -(2**63), 10**30, 0.0, -0.5, 1e308,

@@ -2,52 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from checks import check_file
 from kvsnap import formats
-from kvsnap.errors import KvsnapError
 from kvsnap.formats import native
-from kvsnap.formats.native import BytesReader, NativeFile, verify_file
 from kvsnap.formats.native.plain import FORMAT
-from kvsnap.session import Session
-from parts import DATA, read_whole, write_again
+from parts import DATA, read_whole, scratch, write_again
 from sealing import mutated
+from seeds import damaged, long_session, session
 
-_directory = tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)  # noqa: S108
+_directory = scratch()
 _PATH = Path(_directory.name) / "a.kvsnap"
 
 
 def seeds() -> list[Path]:
-    """The golden files, and every golden file of another format that converts to a small one."""
+    """The golden files, golden files of other formats that convert to small ones, sessions, whole and damaged."""
     made = [DATA / "tiny.kvsnap", DATA / "tiny_session.kvsnap"]
     directory = Path(tempfile.mkdtemp())
+
+    def add(name: str, data: bytes) -> None:
+        made.append(directory / f"{name}.kvsnap")
+        made[-1].write_bytes(data)
+
     for path in (DATA / "mlxkv" / "v3_q8.mlxkv", DATA / "colikv" / "v1_dsa_all_layers.coli_kv"):
         for codec in ("exact", "q8"):
-            target = directory / f"{path.stem}-{codec}.kvsnap"
-            target.write_bytes(native.dumps(formats.format_of(path).load(str(path)), codec=codec))
-            made.append(target)
+            add(f"{path.stem}-{codec}", native.dumps(formats.format_of(path).load(str(path)), codec=codec))
+    add("session", session())
+    add("recurrent", session(recurrent=True))
+    add("long", long_session())
+    for name, data in damaged(session()):
+        add(f"damaged-{name}", data)
     return made
 
 
 def one_input(data: bytes) -> None:
-    """Verify, read, list the history, write again. What verifies without a damage can be read whole."""
-    damages: tuple[object, ...] = ("the file does not open",)
-    with contextlib.suppress(KvsnapError):
-        damages = verify_file(NativeFile(BytesReader(data), mapped=False)).damages
-    try:
-        snapshot = native.loads(data)
-        read_whole(snapshot)
-        write_again(FORMAT, snapshot)
-    except KvsnapError as error:
-        assert damages, f"verify finds nothing, and reading says: {error}"
+    """Everything of `checks`, and from memory; write it again."""
     _PATH.write_bytes(data)
-    with Session.open(_PATH, readonly=True) as session:
-        assert session.history
-        assert len(session.tokens) == session.n_tokens
+    check_file(_PATH)
+    snapshot = native.loads(data)
+    read_whole(snapshot)
+    write_again(FORMAT, snapshot)
 
 
 def mutate(data: bytes, size: int, seed: int, plain: Callable[[bytes, int], bytes]) -> bytes:

@@ -651,7 +651,6 @@ TAMPERED: dict[str, Callable[[bytes], Forger]] = {
     "sequence of SPAN": record_field(SPAN, 8, U64(9)),
     "commit number of STATE": record_field(STATE, 24, U64(9)),
     "LAYOUT critical": record_field(LAYOUT, 5, b"\1"),
-    "commit number of KEY": record_field(KEY, 24, U64(9)),
     "label": lambda large: Forger(large).key_info(label="y"),
 }
 
@@ -691,6 +690,7 @@ OTHER_ERRORS: dict[str, tuple[Callable[[bytes], Forger], type[KvsnapError]]] = {
     "KEY not critical": (record_field(KEY, 5, b"\0"), FormatError),
     "KEY of another kind": (record_field(KEY, 4, b"\5"), DamagedError),
     "sequence of KEY": (record_field(KEY, 8, U64(9)), FormatError),
+    "commit number of KEY": (record_field(KEY, 24, U64(9)), FormatError),
     "table length of IDENTITY": (record_field(IDENTITY, 32, U64(20)), FormatError),
 }
 

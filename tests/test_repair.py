@@ -25,7 +25,7 @@ from kvsnap.layout import Snapshot
 from kvsnap.records import HEADER_SIZE, RECORD_SIZE, Kind, read_record_header, record_end
 from kvsnap.session import Session
 from synthetic import DATA, SAMPLER, same, snapshot, tiny, tiny_bytes
-from test_native_hostile import CASES
+from test_native_hostile import CASES, two_turns
 
 IDS = tuple(range(21, 81))
 TURN_1, TURN_2 = 3, 6
@@ -748,6 +748,20 @@ def test_files_that_break_a_rule_give_a_refusal_or_a_file_that_verifies(tmp_path
             assert not out.exists()
         else:
             assert kvsnap.verify(out).damages == ()
+
+
+@pytest.mark.parametrize("state", [{}, {"meta": b'{"sampler":{},"random":{}}'}, {"row_start": 2}])
+def test_an_earlier_state_that_breaks_a_rule_is_not_copied(tmp_path: Path, state: dict[str, Any]) -> None:
+    """Its checksums fit, and it is no part of the current history: verify is content, and does not look into it."""
+    source, out = tmp_path / "source.kvsnap", tmp_path / "out.kvsnap"
+    source.write_bytes(two_turns(**state))
+    assert kvsnap.verify(source).damages == ()
+    report = kvsnap.repair(source, out)
+    assert [damage.what.split(",")[0] for damage in report.lost] == (["STATE behind token 3"] if state else [])
+    assert same(kvsnap.load(out), kvsnap.load(source)) == []
+    with Session.open(out) as session:
+        session.truncate(3)
+        assert (session.load().logits is None) == bool(state)
 
 
 # -- controls: without a check other data would come through -----------------------------------------------------------

@@ -387,7 +387,7 @@ def test_a_replaced_file_is_a_conflict(path: Path, tmp_path: Path) -> None:
         copy.replace(path)
         before = path.read_bytes()
         for act in (lambda: session.append(made[1]), lambda: session.truncate(1), session.reset):
-            with pytest.raises(ConflictError, match="another file took the place"):
+            with pytest.raises(ConflictError, match="another one has its name"):
                 act()
         assert path.read_bytes() == before
 

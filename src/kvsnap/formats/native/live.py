@@ -83,6 +83,9 @@ def cut_live(file: NativeFile, n_tokens: int) -> Cut:
         digest = history_digest(previous, table.tokens[: n_tokens - before], rows)
         kept.append((where, replace(cut, n_tokens=n_tokens - before, n_rows=rows, state=0, digest=digest)))
     n_rows = sum(entry.n_rows for _, entry in kept)
+    if kept and kept[-1][1].state:
+        where, entry = kept[-1]
+        file.state_at(where, entry.state, n_rows)  # an old state that is damaged must not become the current one
     return Cut(tuple(kept), n_tokens, n_rows, n_tokens + unstored - n_rows, position_after(kept))
 
 
@@ -94,7 +97,6 @@ def position_after(live: Sequence[Live], count: int | None = None) -> int:
     count = len(live) if count is None else count
     if count and live[count - 1][1].state:
         file, entry = live[count - 1]
-        # Read also because an old state that is damaged must not become the current one.
         table, place, _ = file.table_at(entry.state, Kind.STATE)
         named = parse_token_offset(table.meta, file.path, place)
         if named is not None:

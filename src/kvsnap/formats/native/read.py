@@ -94,6 +94,10 @@ class NativeFile:
                 "COMMIT and its footer disagree", path=self.path, offset=self.end.footer.commit_offset,
                 expected=self.end.footer.commit, found=self.commit.number,
             )  # fmt: skip
+        if self.header.use == SNAPSHOT and (self.commit.number != 1 or self.commit.previous):
+            raise FormatError(
+                "a snapshot has one commit", path=self.path, offset=place, expected=1, found=self.commit.number
+            )
 
     @staticmethod
     def open(path: str | os.PathLike[str], *, mapped: bool = True, key: bytes | None = None) -> NativeFile:
@@ -224,22 +228,8 @@ class NativeFile:
                     found=len(kept),
                 )
             kept = kept[: commit.index_kept]
-        live, base = kept + commit.tail, self.base
-        n_tokens = sum(e.n_tokens for e in live) + (base.n_tokens if base else 0)
-        n_rows = base.n_rows if base else 0
-        for entry in live:
-            if entry.row_start != n_rows:
-                raise FormatError(
-                    "the live list has a gap", path=self.path, offset=self.end.footer.commit_offset,
-                    expected=n_rows, found=entry.row_start,
-                )  # fmt: skip
-            n_rows += entry.n_rows
-        digest = live[-1].digest if live else base.history if base else bytes(16)
-        if (n_tokens, n_rows, digest) != (commit.n_tokens, commit.n_rows, commit.digest):
-            raise FormatError(
-                "the live list does not add up to its COMMIT", path=self.path, offset=self.end.footer.commit_offset,
-                expected=f"{commit.n_tokens} tokens, {commit.n_rows} rows", found=f"{n_tokens} tokens, {n_rows} rows",
-            )  # fmt: skip
+        live = kept + commit.tail
+        _check_live(self, live, self.base)
         return live
 
     @cached_property
@@ -285,15 +275,18 @@ class NativeFile:
     def state(self) -> tuple[dict[int, Tensor], SamplerState | None]:
         """Read STATE: its tensors by id (not their bytes), and the sampler."""
         file, offset = self.state_place()
-        if not offset:
-            return {}, None
+        return self.state_at(file, offset, self.commit.n_rows) if offset else ({}, None)
+
+    def state_at(self, file: NativeFile, offset: int, n_rows: int) -> tuple[dict[int, Tensor], SamplerState | None]:
+        """Read the STATE at `offset` of `file`, which belongs to this one, as that of the first `n_rows` rows."""
         table, payload, _ = file.table_at(offset, Kind.STATE)
-        if len(table.tokens) or table.n_rows or table.row_start != self.commit.n_rows:
+        if len(table.tokens) or table.n_rows or table.row_start != n_rows:
             raise FormatError(
                 "STATE is not that of the last row", path=file.path, offset=offset,
-                expected=f"row {self.commit.n_rows}, no tokens or rows of its own",
+                expected=f"row {n_rows}, no tokens or rows of its own",
                 found=f"row {table.row_start}, {len(table.tokens)} tokens, {table.n_rows} rows",
             )  # fmt: skip
+        schema.parse_token_offset(table.meta, file.path, payload)
         sizes, tensors = Sizes(self.geometry.tensors, replaced=True), {}
         for part in table.parts:
             source = PartSource(file.content, sizes, part, payload, mapped=file.mapped)
@@ -330,3 +323,29 @@ def spans_of(live: Iterable[tuple[NativeFile, Entry]]) -> Iterator[Span]:
             raise DamagedError("the history digest of a SPAN does not fit", path=file.path, offset=entry.span)
         n_tokens += entry.n_tokens
         yield Span(entry, table, payload, file)
+
+
+def _check_live(file: NativeFile, live: tuple[Entry, ...], base: Base | None) -> None:
+    """Raise `FormatError` unless a live list, behind what a fork keeps of its parent, is that of the commit."""
+    commit = file.commit
+    n_tokens = sum(e.n_tokens for e in live) + (base.n_tokens if base else 0)
+    n_rows = base.n_rows if base else 0
+    for entry in live:
+        if entry.row_start != n_rows:
+            raise FormatError(
+                "the live list has a gap", path=file.path, offset=file.end.footer.commit_offset,
+                expected=n_rows, found=entry.row_start,
+            )  # fmt: skip
+        n_rows += entry.n_rows
+    digest = live[-1].digest if live else base.history if base else bytes(16)
+    if (n_tokens, n_rows, digest) != (commit.n_tokens, commit.n_rows, commit.digest):
+        raise FormatError(
+            "the live list does not add up to its COMMIT", path=file.path, offset=file.end.footer.commit_offset,
+            expected=f"{commit.n_tokens} tokens, {commit.n_rows} rows", found=f"{n_tokens} tokens, {n_rows} rows",
+        )  # fmt: skip
+    state = live[-1].state if live else 0
+    if commit.state != state:
+        raise FormatError(
+            "COMMIT names another STATE than its last entry", path=file.path,
+            offset=file.end.footer.commit_offset, expected=state, found=commit.state,
+        )  # fmt: skip

@@ -199,6 +199,8 @@ def _spec(data: Any, path: str | None, offset: int) -> TensorSpec:
         r.refuse("shape", f"rows of at most {MAX_ROW_BYTES} bytes", list(shape))
     if len(axes) != len(shape):
         r.refuse("axes", f"{len(shape)} names", len(axes))
+    if spec.role == "logits" and spec.growth != "replaced":
+        r.refuse("growth", "replaced, as logits are", spec.growth)
     if (spec.row_axis >= 0 and shape[spec.row_axis] != 0) or (spec.grows and spec.row_axis < 0):
         r.refuse("row_axis", "an axis of length 0, needed by a tensor that grows", spec.row_axis)
     return spec

@@ -94,6 +94,11 @@ class PartSource:
         self.file, self.part, self.mapped = file, part, mapped
         self.offset = payload + part.offset
         self.spec, self.codec, decoded, stored = sizes.of(part, file.path, self.offset)
+        if (part.row_start and not self.spec.grows) or (part.n_rows != 1 and self.spec.row_axis < 0):
+            raise FormatError(
+                f"{self.what} has rows, and is no tensor that grows", path=file.path, offset=self.offset,
+                expected="row_start 0; n_rows 1 where no axis varies", found=f"{part.row_start}, {part.n_rows}",
+            )  # fmt: skip
         if self.offset + part.stored > file.size:
             raise DamagedError(f"{self.what} ends behind the file", path=file.path, offset=self.offset)
         if stored is None and part.decoded > part.stored * self.codec.expansion:

@@ -204,7 +204,7 @@ def read_key_info(reader: ReadAt, header: FileHeader) -> tuple[KeyInfo, bytes]:
         what = "an encrypted session: this release knows encrypted snapshots only"
         raise VersionError(what, path=reader.path, offset=32)
     record, payload = read_record(reader, header, HEADER_SIZE, kind=Kind.KEY, limit=sealed.MAX_KEY)
-    if record.flags != CRITICAL or record.sequence:
+    if record.flags != CRITICAL or record.sequence or record.commit != 1:
         raise FormatError("KEY: a field of its header has another value", path=reader.path, offset=HEADER_SIZE)
     info = sealed.parse_key_info(payload, reader.path, HEADER_SIZE + RECORD_SIZE)
     # Packed again, not read again: what is authenticated is what was parsed, whatever happens to the file meanwhile.

@@ -30,6 +30,7 @@ from kvsnap.records import (
     FORKED,
     HEADER_SIZE,
     RECORD_SIZE,
+    SNAPSHOT,
     WITH_PARTS,
     Kind,
     ReadAt,
@@ -257,6 +258,9 @@ def _check_commit(walk: _Walk, offset: int, record: RecordHeader, raw: bytes) ->
     digest = commit_digest(record.pack(file.header.salt, offset), stored)
     if footer is None or footer.digest != digest or footer.commit_offset != offset:
         walk.found("a footer does not fit its COMMIT", place, offset)
+    last = file.end.footer.commit_offset
+    if offset < last and (commit.sealed or file.header.use == SNAPSHOT):
+        walk.found("a commit follows one that is sealed", last, last)
     _check_base(walk, commit, offset)
     if commit.previous:
         _check_previous(walk, offset, commit)
