@@ -244,3 +244,29 @@ def test_a_session_that_is_written_while_the_doctor_looks_is_no_problem(
 
     monkeypatch.setattr(doctor, "read_facts", other)
     assert library.check().ok
+
+
+def test_a_catalogue_that_is_replaced_during_a_search_does_not_tell_its_result(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usable = searching._usable
+
+    def other(*given: object) -> object:
+        monkeypatch.setattr(searching, "_usable", usable)
+        found = usable(*given)  # type: ignore[arg-type]
+        (Path(library.path) / "catalogue.sqlite").unlink()
+        with Library(library.path) as second:
+            for name in ("z", "y", "x"):  # so files get other numbers
+                second.fork("a", name)
+            second.refresh()
+        return found
+
+    for ids in (LONG, (1, 2, 3, 4)):
+        expected = library.find(ids)
+        monkeypatch.setattr(searching, "_usable", other)
+        found = library.find(ids)
+        assert found is not None
+        assert expected is not None
+        assert (found.n_tokens, found.n_rows) == (expected.n_tokens, expected.n_rows)
+        for name in ("z", "y", "x"):
+            library.remove(name)

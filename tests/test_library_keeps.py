@@ -11,7 +11,7 @@ import xxhash
 
 from kvsnap import files
 from kvsnap.errors import BusyError, StorageError
-from kvsnap.library import Library, place, session
+from kvsnap.library import Library, place, session, view
 from kvsnap.session import Session
 from synthetic import snapshot
 
@@ -268,6 +268,16 @@ def test_a_name_that_moves_while_one_looks_is_followed(library: Library, monkeyp
                 second.compact("a")
         return listing(self, directory)
 
+    def later(*given: object) -> object:
+        monkeypatch.setattr(view, "read_facts", read_facts)
+        with Library(library.path) as second:
+            second.compact("a")
+        return read_facts(*given)  # type: ignore[arg-type]
+
+    read_facts = view.read_facts
+    (Path(library.path) / "catalogue.sqlite").unlink()  # so the file is read, and is gone by then
+    monkeypatch.setattr(view, "read_facts", later)
+    assert [e.state for e in library.list()] == ["ok"]
     for look in (library.list, lambda: library.open("a", readonly=True).close(), library.check, library.tree):
         monkeypatch.setattr(place.Place, "listing", other)
         look()

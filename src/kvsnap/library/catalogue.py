@@ -69,6 +69,8 @@ class Catalogue:
         self._identities: dict[bytes, str] = {}
         self._rows: tuple[tuple[sqlite3.Connection, int, int], Mapping[str, Row]] | None = None
         self.notes: list[str] = []
+        self.epoch = 0
+        """Goes up whenever another catalogue is opened: numbers of files are those of one."""
         self._db = self._open()
 
     @property
@@ -85,6 +87,7 @@ class Catalogue:
     # -- opening and losing -------------------------------------------------------------------------------
 
     def _open(self) -> sqlite3.Connection:
+        self.epoch += 1
         while self._path is not None:
             try:
                 return self._open_memory_copy(self._path) if self._readonly else self._open_file(self._path)
@@ -195,11 +198,11 @@ class Catalogue:
         self._do(work)
 
     def identity(self, digest: bytes) -> str:
-        """Return an identity as JSON; an empty object for one that is not known."""
+        """Return an identity as JSON. Raise `CatalogueLost` for one that is not known any more."""
         if digest not in self._identities:
             found = self._do(lambda db: identity_of(db, digest))
             if found is None:
-                return "{}"
+                raise CatalogueLost
             self._identities[digest] = found
         return self._identities[digest]
 
@@ -257,7 +260,7 @@ class Catalogue:
             return found
 
         found = self._do(work)
-        if found is None:
+        if found is None or found[0].file_id != row.file_id:
             raise CatalogueLost
         return found
 

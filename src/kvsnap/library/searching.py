@@ -98,6 +98,8 @@ def find(
                 best, chosen = rank, (row, agreed)
         if best is not None and best[0] >= reach.start + slack:
             break  # what is still to come agrees less
+    if catalogue.epoch != view.epoch:  # another one, where other files have these numbers
+        raise CatalogueLost
     if chosen is None:
         return None
     # What the trie says is checked against the whole history; the file may have changed meanwhile.

@@ -53,6 +53,7 @@ class View:
     unread_names: list[str] = field(default_factory=list)
     unread_forks: list[str] = field(default_factory=list)
     needed: set[str] = field(default_factory=set)
+    epoch: int = 0
 
     @property
     def total(self) -> int:
@@ -168,15 +169,15 @@ def look(place: Place, catalogue: Catalogue) -> View:
             )
         else:
             view.seen[file_id] = seen
-    if _moved(place, view):
-        raise CatalogueLost
     view.set_apart = {name: seen.size for name, seen in place.listing(QUARANTINE).ours.items()}
+    view.epoch = catalogue.epoch
     known = catalogue.rows()
     changed = _changed(place, view, known)
     gone = [file_id for file_id in known if file_id not in view.seen]
     if changed or gone:
         expected = {*changed, *(known.keys() & view.seen.keys())}
         catalogue.update(changed, gone)
+        view.epoch = catalogue.epoch
         known = catalogue.rows()
         # Whoever does not see a file does not see what it needs: the catalogue may have been replaced in between.
         if any(f not in known and os.path.lexists(place.session(f)) for f in expected):
@@ -192,6 +193,8 @@ def look(place: Place, catalogue: Catalogue) -> View:
     view.children.pop("", None)
     view.seen = {f: seen for f, seen in view.seen.items() if f in view.rows}  # what vanished while it was read
     view.uses = catalogue.uses()
+    if _moved(place, view):
+        raise CatalogueLost
     return view
 
 
@@ -221,7 +224,7 @@ def _look_at_names(place: Place, view: View) -> None:
 def _moved(place: Place, view: View) -> bool:
     """Tell whether a name whose file is not seen means another one by now: its session was compacted meanwhile."""
     for name, pointer in view.pointers.items():
-        if pointer.file_id not in view.seen:
+        if pointer.file_id not in view.rows:
             try:
                 now = place.read_pointer(name)
             except MissingError:
