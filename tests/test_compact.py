@@ -24,6 +24,7 @@ from kvsnap.errors import (
     DamagedError,
     FormatError,
     InputError,
+    KvsnapError,
     MissingError,
     PoisonedError,
     StorageError,
@@ -40,6 +41,7 @@ from kvsnap.tensors import TensorSpec, numpy_dtype
 from spec_file import INDEX, SPAN, STATE, SpecReader
 from synthetic import same, snapshot
 from test_forks import MADE, SHAPE, TOKENS, flip, forked, named, part_places, prefix, started, turn, windowed, within
+from test_native_hostile import CASES
 
 SYNC = files.system.sync
 
@@ -802,3 +804,23 @@ def test_what_commits_repeat_is_read_and_kept_once(tmp_path: Path) -> None:
     assert len({id(piece.metadata) for piece in history.pieces}) == 2
     assert read.call_count == 3  # each of the two once, and the one at the end
     assert not any(piece.commit.tail for piece in history.pieces)
+
+
+# -- hostile files -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_a_copy_of_what_breaks_a_rule_is_refused_or_verifies(tmp_path: Path, name: str) -> None:
+    made = CASES[name][0]()
+    source, out = tmp_path / "source.kvsnap", tmp_path / "out.kvsnap"
+    for data in [made] if isinstance(made, bytes) else made[:3]:
+        source.write_bytes(data)
+        out.unlink(missing_ok=True)
+        try:
+            with Session.open(source, readonly=True) as session:
+                Session.fork(session, out)
+        except KvsnapError:
+            assert not out.exists()
+        else:
+            assert verify(out).damages == ()
+            native.load(out)

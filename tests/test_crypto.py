@@ -824,3 +824,9 @@ def test_nonces_are_drawn_by_the_operating_system() -> None:
         data = kvsnap.dumps(synthetic.tiny(), key=OURS)
     assert drawn.count(12) == len(pieces(data))
     assert drawn.count(32) == 1
+
+
+@pytest.mark.parametrize("name", ["a\0b", "half \ud800"])
+def test_a_key_file_of_an_impossible_name_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match="not a path"):
+        crypto.read_key(name)

@@ -870,3 +870,16 @@ def test_a_relative_path_in_a_directory_that_is_gone(tmp_path: Path) -> None:
         check=True,
     )
     assert "working directory is gone" in done.stdout
+
+
+def test_a_new_name_where_the_file_system_has_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", no_links)
+    path = tmp_path / "a"
+    files.write_whole(path, b"one", new=True)
+    with pytest.raises(InputError, match="the name is taken"):
+        files.write_whole(path, b"two", new=True)
+    assert path.read_bytes() == b"one"
+    assert os.listdir(tmp_path) == ["a"]

@@ -98,6 +98,12 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
     """Return the key in a file (see `parse_key`). Raise `MissingError`, `InputError` or `StorageError`."""
     name = os.fspath(path)
     try:
+        os.fsencode(name)
+        if "\0" in name:
+            raise ValueError("a NUL")
+    except ValueError as error:  # half of a surrogate pair is one, too
+        raise InputError("not a path", found=repr(name)) from error
+    try:
         with open(name, "rb") as file:
             data = file.read(_MOST + 1)
     except FileNotFoundError:

@@ -424,7 +424,8 @@ def new_text(before: str | None, text: str) -> tuple[int | None, str]:
     """Return what is new of a text, and how many characters of the one before it follows (None: all)."""
     if before is None:
         return 0, text
+    if text.startswith(before):
+        return None, text[len(before) :]
     # The last character may have been half of one before: its missing bytes change it.
-    pairs = enumerate(zip(before, text, strict=False))
-    kept = next((i for i, (a, b) in pairs if a != b), min(len(before), len(text)))
-    return (None if kept == len(before) else kept), text[kept:]
+    kept = len(os.path.commonprefix([before, text]))  # noqa: RUF071 # characters are meant
+    return kept, text[kept:]

@@ -282,24 +282,11 @@ def replacing(path: StrPath, *, mode: int = 0o600, sync: bool = True, new: bool 
         if sync:
             writer.sync()
         writer._close()
-        _rename(temporary, target, new=new)
+        system.take_name(temporary, target, new=new)
         undo.pop_all()
     _note("rename", temporary, data=os.fsencode(target))
     if sync:
         fsync_directory(os.path.dirname(target) or ".")
-
-
-def _rename(temporary: str, target: str, *, new: bool) -> None:
-    try:
-        if new:
-            os.link(temporary, target)  # unlike rename, refuses a name that is taken
-            os.unlink(temporary)
-        else:
-            os.replace(temporary, target)
-    except FileExistsError as error:
-        raise InputError("the name is taken", path=target) from error
-    except OSError as error:
-        raise translate(error, target, "replace") from error
 
 
 def _discard(writer: Writer, temporary: str) -> None:

@@ -38,6 +38,8 @@ NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 # O_NONBLOCK, so that a pipe under the name is refused instead of waited for; regular files ignore it.
 COMMON = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}  # what file systems answer that have none
+
 _seek_lock = threading.Lock()  # Windows only: seek and read are two calls there
 
 
@@ -268,6 +270,29 @@ def sync_directory(path: str) -> None:
     except OSError as error:
         if error.errno not in {errno.EINVAL, errno.ENOTSUP}:  # what file systems answer that can't
             raise translate(error, path, "sync directory") from error
+
+
+def take_name(temporary: str, target: str, *, new: bool) -> None:
+    """Give a temporary file its name; with `new` the name must be free (InputError). Raise StorageError."""
+    try:
+        if not new:
+            os.replace(temporary, target)
+            return
+        try:
+            os.link(temporary, target)  # unlike rename, refuses a name that is taken
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # FAT and the like: look first. Two processes that try at the same instant are not told apart there.
+            if os.path.lexists(target):
+                raise InputError("the name is taken", path=target) from error
+            os.rename(temporary, target)
+        else:
+            os.unlink(temporary)
+    except FileExistsError as error:
+        raise InputError("the name is taken", path=target) from error
+    except OSError as error:
+        raise translate(error, target, "replace") from error
 
 
 def rename(path: str, target: str) -> None:

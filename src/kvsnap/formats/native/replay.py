@@ -45,6 +45,7 @@ from kvsnap.records import (
     read_record,
     read_record_header,
 )
+from kvsnap.tensors import numpy_dtype
 
 __all__ = ["History", "Piece", "history_of", "write_history"]
 
@@ -248,11 +249,17 @@ class _Replay:
         payload = offset + RECORD_SIZE
         table = parse_table(raw, record.length, file.path, payload)
         sources = [PartSource(file.reader, self.sizes[kind], part, payload, mapped=False) for part in table.parts]
+        if kind == Kind.SPAN:  # what no reader takes is not copied, whatever its checksum
+            schema.parse_text(table.meta, file.path, payload)
+        else:
+            schema.parse_sampler(table.meta, file.path, payload)
         pieces = (pair for source in sources for pair in self._bytes_of(source, counted=kind == Kind.SPAN))
         return self.writer.copied(kind, record.length, raw, pieces)
 
     def _bytes_of(self, source: PartSource, *, counted: bool) -> Iterator[tuple[int, bytes]]:
         digest, part = xxhash.xxh3_64(), source.part
+        if not source.is_plain:  # what does not decode is not copied, whatever its checksum
+            source.read_into(np.empty(source.shape, dtype=numpy_dtype(source.spec.dtype)))
         for at in range(0, part.stored, _STEP):
             data = source.file.read_at(source.offset + at, min(_STEP, part.stored - at))
             digest.update(data)
