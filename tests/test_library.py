@@ -10,12 +10,14 @@ import textwrap
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 import kvsnap
 from kvsnap.errors import BusyError, DamagedError, FormatError, InputError, KvsnapError, MissingError, VersionError
+from kvsnap.formats.native import NativeFile
 from kvsnap.library import Library, LibrarySession, catalogue, default_path, place
 from kvsnap.session import Session
 from synthetic import same, snapshot
@@ -616,3 +618,25 @@ def test_a_child_process_may_go_on_with_the_library_of_its_parent(library: Libra
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     assert names(library) == ["a", "b"]
+
+
+def test_a_deep_look_finds_damaged_tensors(tmp_path: Path) -> None:
+    with Library(tmp_path / "l") as library:
+        for name in ("whole", "hit"):
+            with library.open(name) as session:
+                session.append(snapshot((1, 2, 3, 4)))
+        path = Path(library.session_path("hit"))
+        with closing(NativeFile.open(path, mapped=False)) as file:
+            (span,) = file.spans()
+            place = span.payload + span.table.parts[0].offset
+        raw = bytearray(path.read_bytes())
+        raw[place] ^= 1
+        path.write_bytes(raw)
+        assert library.check().ok
+        told: list[tuple[int, int]] = []
+        found = library.check(deep=True, progress=lambda done, total: told.append((done, total)))
+        (finding,) = [f for f in found.findings if f.is_problem]
+        assert finding.where == "hit"
+        assert "layer0.k rows [0, 4)" in finding.what
+        assert told
+        assert all(done <= total for done, total in told)

@@ -331,3 +331,38 @@ def test_a_turn_that_holds_an_id_binds_the_shape(tmp_path: Path) -> None:
             session.append(snapshot((1, 2), layers=2))
         with pytest.raises(CompatibilityError, match="another model"):
             session.append(snapshot((1, 2), identity=replace(IDENTITY, cache_dtype="float16")))
+
+
+def test_a_published_commit_that_cannot_be_read_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "s.kvsnap"
+    with Session.open(path) as session:
+        session.append(turn(2))
+        session.append(turn(5))
+    raw = bytearray(path.read_bytes())
+    raw[-200] ^= 1  # inside of the last COMMIT; its footer is whole
+    path.write_bytes(raw)
+    assert not verify(path).ok
+    with Session.open(path) as session:
+        assert (session.tokens, session.n_commits) == (IDS[:2], 2)
+        for act in (lambda: session.append(turn(3)), session.compact):
+            with pytest.raises(DamagedError, match=r"commit 3 was published .* rewind to commit 2"):
+                act()
+        assert path.read_bytes() == bytes(raw)
+        assert session.rewind(2) == 2  # on purpose
+        session.append(turn(3))
+    assert verify(path).ok
+    assert native.load(path).tokens == IDS[:3]
+
+
+def test_a_torn_tail_is_cut_off_by_the_next_turn(tmp_path: Path) -> None:
+    """The control: what never was published stands in nobody's way."""
+    path = tmp_path / "s.kvsnap"
+    with Session.open(path) as session:
+        session.append(turn(2))
+        session.append(turn(5))
+        end = session.nbytes
+    path.write_bytes(path.read_bytes()[: end - 64])  # the footer is gone
+    assert verify(path).ok
+    with Session.open(path) as session:
+        session.append(turn(3))
+    assert native.load(path).tokens == IDS[:3]

@@ -144,20 +144,35 @@ def restore(
     if sampler is not None:
         engine.sampler = sampling.start(sampler)
     notes = list(installed.notes)
-    if snapshot.bound:
-        notes.append(f"the file is not exact: values may be off by up to {snapshot.bound:.3g}")
+    reason = inexact_because(snapshot)
+    if reason and reason not in notes:
+        notes.append(reason)
     if not report.exact:
         decisive = [f for f in report.fields if f.level != "advice" and f.verdict != "match"]
         notes += [str(f) for f in decisive[:8]]
     return Restored(
         reused=installed.reused,
         recomputed=installed.recomputed,
-        exact=report.exact and not snapshot.bound and not installed.recomputed,
+        exact=report.exact and not reason and not installed.recomputed,
         report=report,
         notes=tuple(notes),
         identity_s=identified - started,
         install_s=finished - identified,
     )
+
+
+def inexact_because(snapshot: Snapshot) -> str:
+    """Return why a run cannot go on from a snapshot bit for bit, whatever the model; empty if nothing is in the way."""
+    if snapshot.bound:
+        return f"the file is not exact: values may be off by up to {snapshot.bound:.3g}"
+    if snapshot.n_pending > 1:
+        return (
+            f"{snapshot.n_pending} tokens are not evaluated yet: they are evaluated together, which can differ in the "
+            "last bits from the way they were first"
+        )
+    if snapshot.tokens and not snapshot.n_pending and snapshot.logits is None:
+        return "no logits are stored, so the last row is evaluated again"
+    return ""
 
 
 def _refuse_non_finite(snapshot: Snapshot) -> None:

@@ -266,10 +266,12 @@ class Session(_Counts):
 
         `snapshot` may be partial (`capture(start=session.n_rows)`). `complete=False` marks a turn that was cut off.
         Raise `InputError` when it does not continue the session (other tokens, or behind it: truncate first),
-        `CompatibilityError` when it is of another model. On any error the session is as before; only an interrupt that
+        `CompatibilityError` when it is of another model, `DamagedError` when a later commit was published and cannot be
+        read (repair the file, or `rewind` to give it up). On any error the session is as before; only an interrupt that
         comes during the very last sync finds the turn published.
         """
         self._journal.check_writable()
+        self._journal.check_nothing_lost()
         check_counts(snapshot, known=self.n_tokens)
         codec_name = codecs.codec_of_name(codec or "exact").name
         now = self._now.restarted()
@@ -361,6 +363,7 @@ class Session(_Counts):
         Only if the last step fails, the sync of the directory, does the session go on with the new file.
         """
         self._journal.check_unchanged()
+        self._journal.check_nothing_lost()
         with closing(self._file()) as file:
             check_alone(file)
             try:

@@ -12,7 +12,7 @@ import click
 
 from kvsnap import crypto
 from kvsnap.cli._output import emit, examples, json_option, remark
-from kvsnap.cli._paths import check_target
+from kvsnap.cli._paths import check_new
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.files import write_whole
 from kvsnap.formats.native import is_encrypted
@@ -172,7 +172,7 @@ def keygen(file: str, as_json: bool) -> None:
 
     Whoever has the key can read what was encrypted with it; without it nobody can, you included. Keep a copy apart.
     """
-    check_target(file, overwrite=False, option="FILE")
+    check_new(file)
     write_whole(file, [crypto.new_key().hex().encode() + b"\n"], new=True)
     if as_json:
         emit({"path": file, "bits": 8 * crypto.KEY_SIZE})

@@ -13,7 +13,18 @@ import kvsnap
 from kvsnap import formats
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._names import library_option, library_path, named, open_existing
-from kvsnap.cli._output import CheckFailed, count, emit, examples, json_option, remark, show_table, size, table
+from kvsnap.cli._output import (
+    CheckFailed,
+    count,
+    emit,
+    examples,
+    json_option,
+    progress,
+    remark,
+    show_table,
+    size,
+    table,
+)
 from kvsnap.errors import FormatError, InputError, MissingError, StorageError
 from kvsnap.files import Reader
 from kvsnap.identity import Identity
@@ -194,17 +205,20 @@ def _text(source: str) -> str:
 
 @click.command()
 @library_option
+@click.option("--deep", is_flag=True, help="Check every byte of every session, too.")
 @json_option
 @examples(
     "kvsnap doctor",
+    "kvsnap doctor --deep       # as `kvsnap verify` for the whole library",
 )
-def doctor(as_json: bool) -> None:
+def doctor(deep: bool, as_json: bool) -> None:
     """Look the library over: names without a file, files without a name, damage, permissions, size, what is not ours.
 
-    Changes nothing; says of each finding what to do. Exit code 0 when there is no problem, else 1.
+    Index and tables of each file are read; with --deep every byte. Changes nothing; says of each finding what to do.
+    Exit code 0 when there is no problem, else 1.
     """
-    with open_existing() as library:
-        found = library.check()
+    with open_existing() as library, progress("checking every byte") as report:
+        found = library.check(deep=deep, progress=report)
     if as_json:
         emit(found.to_dict())
     else:

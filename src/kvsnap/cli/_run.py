@@ -15,6 +15,7 @@ import click
 
 import kvsnap
 from kvsnap import inspection
+from kvsnap.api import inexact_because
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._model import (
     ChosenModel,
@@ -278,11 +279,13 @@ def check(
     with progress("reading the values") as report:
         bad = inspection.non_finite(snapshot, report)
     room = None if found.limit is None else max(0, found.limit - found.needed)
+    reason = inexact_because(snapshot)
     if as_json:
         emit({"path": file, "model": chosen.name, "model_was": chosen.why, **found.to_dict(), "room": room,
+              "exact": found.exact and not reason, "inexact_because": reason,
               "non_finite": [b.to_dict() for b in bad], "ok": found.ok and room != 0})  # fmt: skip
     else:
-        _show_check(found, chosen, room)
+        _show_check(found, chosen, room, reason)
         for b in bad:
             print(f"warning: {b}")
     if found.refusals:
@@ -291,7 +294,7 @@ def check(
         raise CheckFailed(ContextError.exit_code)
 
 
-def _show_check(found: Compatibility, chosen: ChosenModel, room: int | None) -> None:
+def _show_check(found: Compatibility, chosen: ChosenModel, room: int | None, reason: str) -> None:
     from rich.markup import escape
 
     made = table("field", "verdict", "decides", "saved", "found")
@@ -302,7 +305,9 @@ def _show_check(found: Compatibility, chosen: ChosenModel, room: int | None) -> 
     print(f"model: {chosen}")
     limit = "unknown" if found.limit is None else f"{found.limit:,}"
     print(f"context: {found.needed:,} of {limit} positions needed")
-    answer = "refused" if not found.ok else "exact" if found.exact else "possible, but not exact"
+    answer = "refused" if not found.ok else "exact" if found.exact and not reason else "possible, but not exact"
+    if found.ok and found.exact and reason:
+        answer += f": {reason}"
     if found.ok and room == 0:
         answer = "refused: the context is full, nothing can be generated"
     print(f"resume: {answer}")

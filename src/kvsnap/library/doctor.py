@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import replace
 
+from kvsnap.errors import KvsnapError
+from kvsnap.formats.native import NativeFile, verify_file
 from kvsnap.library.catalogue import Catalogue
 from kvsnap.library.contents import DAMAGED, NEWER, OK, ORPHANED, UNREADABLE, read_facts
 from kvsnap.library.names import likeness
 from kvsnap.library.place import CATALOGUE, LOCK, MARKER, NAMES, QUARANTINE, SESSIONS, Place, session_name
 from kvsnap.library.reports import Doctor, Finding
 from kvsnap.library.view import MISSING, SET_APART, View, is_wide
+from kvsnap.protocols import Progress
 
 __all__ = ["examine"]
 
@@ -44,6 +48,26 @@ def examine(place: Place, catalogue: Catalogue, view: View, max_bytes: int | Non
         set_apart=len(view.set_apart), set_apart_bytes=sum(view.set_apart.values()), foreign=len(view.others),
         foreign_bytes=view.other_bytes, findings=tuple(findings),
     )  # fmt: skip
+
+
+def examine_bytes(place: Place, view: View, found: Doctor, progress: Progress | None) -> Doctor:
+    """Return the same with what a check of every byte of every session finds. A file that vanishes is left out."""
+    findings, done = list(found.findings), 0
+    for file_id in sorted(view.rows):
+        told = done
+
+        def report(at: int, _all: int, told: int = told) -> None:
+            if progress is not None:
+                progress(min(told + at, view.total), view.total)
+
+        done += view.seen[file_id].size
+        if view.state(file_id) != OK:
+            continue  # said already
+        where = ", ".join(view.names.get(file_id, ())) or f"{SESSIONS}/{session_name(file_id)}"
+        with suppress(KvsnapError), closing(NativeFile.open(place.session(file_id), mapped=False)) as file:
+            damages = verify_file(file, report).damages
+            findings += [Finding(DAMAGED, where, str(d), _HINTS[DAMAGED], is_problem=d.live) for d in damages]
+    return replace(found, findings=tuple(findings))
 
 
 def _names(view: View) -> Iterator[Finding]:

@@ -108,6 +108,7 @@ class LibrarySession(Session):
         """
         keeper = self._kept_by()
         self._journal.check_unchanged()
+        self._journal.check_nothing_lost()
         with closing(self._file()) as file:
             return keeper.replaced(self, file, progress)
 

@@ -15,6 +15,7 @@ from kvsnap.library.names import check_name
 from kvsnap.library.place import CATALOGUE, Place, Pointer
 from kvsnap.library.reports import Branch, Doctor, Entry, Found
 from kvsnap.library.view import MISSING, SET_APART, View, look
+from kvsnap.protocols import Progress
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -98,9 +99,17 @@ class Shelf:
         """Return all files as a forest: forks below the file that their history starts in."""
         return self._look(searching.tree)
 
-    def check(self) -> Doctor:
-        """Look the library over; every file's index and tables are read again. Changes nothing but the catalogue."""
-        return self._look(lambda view: doctor.examine(self._place, self._catalogue, view, self.max_bytes))
+    def check(self, *, deep: bool = False, progress: Progress | None = None) -> Doctor:
+        """Look the library over; every file's index and tables are read again. Changes nothing but the catalogue.
+
+        With `deep` every byte of every session is checked, as `kvsnap.verify` does.
+        """
+
+        def work(view: View) -> Doctor:
+            found = doctor.examine(self._place, self._catalogue, view, self.max_bytes)
+            return doctor.examine_bytes(self._place, view, found, progress) if deep else found
+
+        return self._look(work)
 
     def refresh(self) -> None:
         """Bring the catalogue up to date with the files. Every other call does so by itself."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from kvsnap.errors import ConflictError, InputError, StorageError
+from kvsnap.errors import ConflictError, DamagedError, InputError, StorageError
 from kvsnap.files import Appender
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.base import Base
@@ -91,6 +91,7 @@ class Journal:
         self.header = file.header
         self.now = published(file)
         self.dropped = file.end.dropped
+        self.lost = file.end.notes  # published commits behind the end that cannot be read
         self._process = os.getpid()
         self._torn = False  # something may stand behind our end that we did not cut off
         self._shared = False  # somebody else writes here: what stands behind our end is not ours to cut off
@@ -141,6 +142,18 @@ class Journal:
         """Raise `ConflictError` when the file is not the one that was opened any more, and as `check_writable`."""
         self._checked_end(self._writable())
 
+    def check_nothing_lost(self) -> None:
+        """Raise `DamagedError` while bytes of a published commit that cannot be read stand behind the end.
+
+        A turn written now would take their place. Going back on purpose (truncate, reset, rewind) gives them up.
+        """
+        if self.dropped and self.lost:
+            raise DamagedError(
+                f"{self.lost[0]}, and what is written now would take the place of what is left of it: repair the file "
+                f"first (kvsnap repair), or give that up by a rewind to commit {self.now.commit.number}",
+                path=self.path,
+            )  # fmt: skip
+
     def _checked_end(self, appender: Appender) -> int:
         now, size, end = self.now, appender.size(), self.now.footer.file_length
         if self._torn and size > end and find_end(_Sized(appender, size), self.header).footer == now.footer:
@@ -165,7 +178,7 @@ class Journal:
         if self.dropped:
             appender.truncate(end)
             appender.sync()  # as `_cut_back` does
-        self.dropped, self._torn = 0, False
+        self.dropped, self.lost, self._torn = 0, (), False
         last = read_record_header(_Sized(appender, end), self.header, now.footer.commit_offset, kind=Kind.COMMIT)
         return RecordWriter(appender, self.header, offset=end, sequence=last.sequence + 1, commit=now.commit.number + 1)
 

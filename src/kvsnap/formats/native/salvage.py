@@ -198,6 +198,9 @@ class _Salvage:
         self._describe(kept)
         cut = Cut(kept, end.n_tokens, end.n_rows, end.n_pending, end.token_offset)
         history = history_of(self.file, cut)
+        if count < len(self.turns) and not behind:  # what was said of later turns is not true of the last one kept
+            said = (piece.metadata for piece in reversed(history.pieces) if piece.metadata is not None)
+            history = replace(history, metadata=next(said, {}))
         self.findings.notes.extend(history.notes)
         self._say_rest()
         return replace(history, end=end, pending=pending)

@@ -145,7 +145,7 @@ def summary_of(file: NativeFile) -> Summary:
     for span in file.spans():
         runs = join_runs(runs, cut_runs(span.table.runs, span.entry.n_tokens))
         parts += span.table.parts
-        has_text = has_text and bool(span.table.meta)
+        has_text = has_text and bool(span.table.meta) and span.entry.n_tokens == len(span.table.tokens)
     replaced, sampler = file.state()
     place, state = file.state_place()
     if state:

@@ -340,6 +340,7 @@ def verify_file(file: NativeFile, progress: Progress | None = None) -> VerifyRep
             walk.failed(error)
     info = None if file.vault is None else file.vault.info
     notes = list(file.end.notes)
+    walk.damages += [Damage(note, file.end.footer.file_length, live=True) for note in notes]
     if file.end.dropped:
         notes.append(f"{file.end.dropped} bytes behind the last published commit are not part of the history")
     return VerifyReport(
