@@ -22,12 +22,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from kvsnap import sampling  # noqa: E402 - after the extras are known to be there
+import kvsnap  # noqa: E402 - after the extras are known to be there
+from kvsnap import sampling  # noqa: E402
+from kvsnap.api import inexact_because  # noqa: E402
 from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.formats import native  # noqa: E402
-from kvsnap.layout import Layer, Sampler, Snapshot, Tensor  # noqa: E402
-from tiny_models import PROMPT, tiny_model  # noqa: E402
+from kvsnap.layout import Layer, Sampler, Snapshot, Tensor, cut_runs  # noqa: E402
+from tiny_models import PROMPT, tiny_llama, tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -296,3 +298,19 @@ def resume_all(directory: Path) -> None:
 
 if __name__ == "__main__":
     resume_all(Path(sys.argv[1]))
+
+
+def test_tokens_that_wait_for_evaluation_and_missing_logits_are_not_called_exact() -> None:
+    engine = kvsnap.connect(tiny_llama())
+    list(kvsnap.generate(engine, [3, 4, 5, 6, 7, 8], max_tokens=4))
+    whole = kvsnap.capture(engine)
+    assert whole.n_pending == 1
+    assert kvsnap.restore(whole, kvsnap.connect(tiny_llama())).exact  # the control
+    cut = whole.truncate(5)
+    waiting = replace(cut, tokens=whole.tokens[:8], runs=cut_runs(whole.runs, 8), n_pending=3)
+    restored = kvsnap.restore(waiting, kvsnap.connect(tiny_llama()))
+    assert not restored.exact
+    assert any("3 tokens are not evaluated yet" in note for note in restored.notes)
+    assert inexact_because(waiting) in restored.notes
+    assert inexact_because(cut) in kvsnap.restore(cut, kvsnap.connect(tiny_llama())).notes
+    assert inexact_because(whole) == ""
