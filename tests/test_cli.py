@@ -717,3 +717,14 @@ def test_a_full_disk_behind_stdout_is_told(sealed: Path, options: list[str]) -> 
         )  # fmt: skip
     assert done.returncode == 14
     assert "Traceback" not in done.stderr
+
+
+def test_a_turn_that_could_not_be_saved_is_refused_before_a_model_is_loaded(kv: Call, session: Path) -> None:
+    raw = bytearray(session.read_bytes())
+    raw[-200] ^= 1  # the last COMMIT
+    session.write_bytes(raw)
+    for command in (["generate", "x", "--session", session], ["resume", session, "--append"]):
+        done = kv(*command, "--model", "no-such-model")
+        assert done.code == 6
+        assert "was published" in done.err
+    assert session.read_bytes() == bytes(raw)

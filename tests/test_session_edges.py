@@ -344,11 +344,12 @@ def test_a_published_commit_that_cannot_be_read_is_not_written_over(tmp_path: Pa
     assert not verify(path).ok
     with Session.open(path) as session:
         assert (session.tokens, session.n_commits) == (IDS[:2], 2)
-        for act in (lambda: session.append(turn(3)), session.compact):
+        for act in (lambda: session.append(turn(3)), session.compact, session.check_open_to_turns):
             with pytest.raises(DamagedError, match=r"commit 3 was published .* rewind to commit 2"):
                 act()
         assert path.read_bytes() == bytes(raw)
         assert session.rewind(2) == 2  # on purpose
+        session.check_open_to_turns()
         session.append(turn(3))
     assert verify(path).ok
     assert native.load(path).tokens == IDS[:3]

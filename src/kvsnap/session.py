@@ -105,6 +105,15 @@ class _Counts:
         footer = self._now.footer
         return NativeFile(self._reader(), mapped=False, at=(footer.commit_offset, footer.digest))
 
+    def check_open_to_turns(self) -> None:
+        """Raise what `append` would raise whatever it is given: worth a look before a turn is generated.
+
+        That is `InputError` (opened for reading only), `PoisonedError`, `ConflictError`, and `DamagedError` when a
+        later commit was published and cannot be read.
+        """
+        self._journal.check_writable()
+        self._journal.check_nothing_lost()
+
     @property
     def n_tokens(self) -> int:
         """Ids in the history."""
@@ -270,8 +279,7 @@ class Session(_Counts):
         read (repair the file, or `rewind` to give it up). On any error the session is as before; only an interrupt that
         comes during the very last sync finds the turn published.
         """
-        self._journal.check_writable()
-        self._journal.check_nothing_lost()
+        self.check_open_to_turns()
         check_counts(snapshot, known=self.n_tokens)
         codec_name = codecs.codec_of_name(codec or "exact").name
         now = self._now.restarted()

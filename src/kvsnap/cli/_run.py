@@ -168,6 +168,7 @@ def generate(
         session, snapshot = None, None
         if session_file is not None and os.path.lexists(session_file):
             session = opened.enter_context(opened_session(session_file, create=False))
+            session.check_open_to_turns()
             snapshot = session.load()
         metadata = {} if snapshot is None else snapshot.metadata
         chosen = opened.enter_context(refusing(choose_model(model, metadata)))
@@ -233,6 +234,7 @@ def resume(
                 raise InputError("a sealed snapshot takes no further turn; use --save NEW instead", path=file)
             keys.refuse(file)
             session = opened.enter_context(opened_session(file, create=False))
+            session.check_open_to_turns()
             snapshot = session.load()
         else:
             snapshot = kvsnap.load(file, key=keys.of(file))
