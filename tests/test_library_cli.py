@@ -111,6 +111,8 @@ def test_names_are_listed_removed_renamed_and_pinned(kv: Call, library: Path) ->
     assert "2 sessions" in shown.err
     assert kv("rename", "idea", "@plan", "--json").data == {"name": "plan", "was": "idea"}
     assert kv("unpin", "plan", "--json").data == {"names": ["plan"], "pinned": False}
+    assert kv("rm", "plan", "plam").code == 3  # a name that is mistyped removes none
+    assert "2 sessions" in kv("ls").err
     assert "still needed" in kv("rm", "chat").out
     done = kv("rm", "@plan", "--json").data
     assert done["removed"] == ["plan"]

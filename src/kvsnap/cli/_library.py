@@ -29,6 +29,7 @@ from kvsnap.errors import FormatError, InputError, MissingError, StorageError
 from kvsnap.files import Reader
 from kvsnap.identity import Identity
 from kvsnap.library import Branch, Entry, Evicted, Library
+from kvsnap.library.names import check_name
 
 __all__ = ["COMMANDS", "show_tree"]
 
@@ -253,6 +254,10 @@ def rm(names: tuple[str, ...], as_json: bool) -> None:
     """
     removed: list[Evicted] = []
     with _open() as library:
+        for name in map(_plain, names):
+            check_name(name)
+            if name not in library:
+                raise MissingError(f"there is no session {name!r}, and nothing was removed", path=library.path)
         for name in map(_plain, names):
             done = library.remove(name)
             removed += done
