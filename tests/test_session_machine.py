@@ -46,6 +46,11 @@ def cut_ends(ends: Sequence[End], n: int) -> list[End]:
     return whole
 
 
+def standing(ends: Sequence[End]) -> Sequence[End]:
+    """The ends of the turns that a new one goes on from: turns that hold nothing at all are left out."""
+    return ends if ends and ends[-1][:2] != (0, 0) else ()
+
+
 @dataclass(frozen=True)
 class State:
     """What a session holds after one of its commits; `complete` None where no one says so."""
@@ -136,7 +141,7 @@ class SessionMachine(RuleBasedStateMachine):
         assert report.exact == (codec != "q8" or new == 0)
         self.codecs += [codec or "exact"] * new
         self.tokens, self.n_rows = tokens, made.n_rows
-        self.ends.append((len(tokens), made.n_rows, made))
+        self.ends = [*standing(self.ends), (len(tokens), made.n_rows, made)]
         self.n_commits, self.torn = self.n_commits + 1, 0
         self.kept = complete
 
@@ -347,7 +352,7 @@ class ForkMachine(RuleBasedStateMachine):
             tokens,
             made.n_rows,
             (*now.codecs, *[codec] * (made.n_rows - now.n_rows)),
-            (*now.ends, (len(tokens), made.n_rows, made)),
+            (*standing(now.ends), (len(tokens), made.n_rows, made)),
             complete,
         )
         return lambda: line.session.append(made, codec=codec, complete=complete), then
