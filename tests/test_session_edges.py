@@ -88,7 +88,7 @@ def test_an_interrupt_during_a_sync_leaves_the_session_usable(tmp_path: Path, mo
                 real(fd)
                 calls[0] += 1
                 if calls[0] == which:
-                    os.kill(os.getpid(), signal.SIGINT)
+                    signal.raise_signal(signal.SIGINT)  # in this thread, whatever others there are
                     time.sleep(0.01)
 
             monkeypatch.setattr(os, "fdatasync", slow)
