@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,15 @@ def test_a_forked_child_has_to_open_its_own(tmp_path: Path) -> None:
     assert kvsnap.verify(session.path).ok
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """Whoever starts a process in the background may have told it to ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_an_interrupt_during_a_sync_leaves_the_session_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.fdatasync
     for which in (1, 2):
