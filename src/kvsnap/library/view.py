@@ -103,10 +103,6 @@ class View:
                 yield child
                 left += self.children.get(child, ())
 
-    def recency(self, file_id: str) -> int:
-        """Return the last use of a file and of all that need it."""
-        return max([self.last_use(file_id), *map(self.last_use, self.descendants(file_id))])
-
     def reached(self) -> set[str]:
         """Return the files that a name means, and all that those need."""
         found: set[str] = set()
