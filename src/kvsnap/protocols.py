@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.identity import Identity
-from kvsnap.layout import Sampler, SamplerState, Snapshot
+from kvsnap.layout import SamplerState, Snapshot
 from kvsnap.tensors import TensorSpec
 
 __all__ = ["Codec", "Encoded", "Engine", "Format", "Installed", "Loss", "Progress", "Sink", "Token"]
@@ -263,17 +263,3 @@ class Sink(Protocol):
 
     def write_at(self, buffers: Sequence[Any], offset: int) -> int:
         """Write all buffers one behind the other at `offset`; return the number of bytes. Raises `StorageError`."""
-
-
-class ChooseToken(Protocol):
-    """The sampler algorithm as a function; `kvsnap.sampling.choose` is the one used."""
-
-    def __call__(
-        self, logits: npt.NDArray[np.float32], history: Sequence[int], state: SamplerState
-    ) -> tuple[int, float, SamplerState]:
-        """Return (id, log-probability, next state) for `logits` `[vocab]`, given all ids so far."""
-
-
-def default_sampler() -> Sampler:
-    """Greedy: the most probable token."""
-    return Sampler()
