@@ -766,7 +766,7 @@ def test_another_cache_class_is_refused_by_name() -> None:
 
     engine = make()
     static = StaticCache(config=engine.model.config, max_cache_len=32)
-    with pytest.raises(UnsupportedError, match="StaticCache is not supported"):
+    with pytest.raises(UnsupportedError, match="a StaticCache is not supported by this engine"):
         engine.adopt(static, [IDS])
     cache = DynamicCache(config=engine.model.config)
     cache.layers[1] = Cunning()

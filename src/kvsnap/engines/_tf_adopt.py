@@ -106,10 +106,12 @@ def _index(columns: list[int], like: Any) -> Any:
 
 def _check_cache(cache: Any, model: Model, evaluated: int | None) -> tuple[int, int]:
     """Return rows and batch size of a cache whose layers are all known and agree."""
-    if type(cache).__name__ != "DynamicCache":
+    classes = model.cache.classes
+    if type(cache).__name__ not in classes:
         raise UnsupportedError(
-            f"a {type(cache).__name__} is not supported yet", expected="DynamicCache", found=type(cache).__name__
-        )
+            f"a {type(cache).__name__} is not supported by this engine", expected=" or ".join(classes),
+            found=type(cache).__name__,
+        )  # fmt: skip
     rows, n_layers = rows_of(cache), len(model.geometry)
     counted = {count for count in rows if count is not None}
     if len(counted) > 1 or (rows and len(rows) != n_layers):

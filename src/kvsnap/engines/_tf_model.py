@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 
+from kvsnap.engines._tf_caches import CacheKind, cache_kind
 from kvsnap.engines._tf_geometry import attentions_of, geometry_of
 from kvsnap.engines._tf_layers import check_layer, kind_of, learned, numpy_view, rows_of
 from kvsnap.engines._tf_parts import Geometry
@@ -46,14 +47,17 @@ class Model:
     geometry: tuple[Geometry, ...]
     vocab_size: int
     context_limit: int | None
+    cache: CacheKind
+    cache_options: Mapping[str, Any]
 
     @staticmethod
-    def of(model: Any) -> Model:
+    def of(model: Any, cache: str = "dynamic", cache_options: Mapping[str, Any] | None = None) -> Model:
         """Look at a model. Raise `UnsupportedError` naming what in it is not supported."""
+        kind, options = cache_kind(cache, cache_options or {}), dict(cache_options or {})
         module = _inside_peft(model)
         config = module.config.get_text_config(decoder=True)
         parameters = inspect.signature(type(module).forward).parameters
-        layers = _refuse_unsupported(module, config)
+        layers = _refuse_unsupported(module, config, kind, options)
         names = ("cache", "past_key_values", "cache_params")
         keyword = next((name for name in names if name in parameters), None)
         if keyword is None:
@@ -64,12 +68,12 @@ class Model:
         limit = getattr(config, "max_position_embeddings", None)
         return Model(
             module, config, keyword, "logits_to_keep" in parameters, "position_ids" in parameters, geometry,
-            int(config.vocab_size), None if limit is None else int(limit),
+            int(config.vocab_size), None if limit is None else int(limit), kind, options,
         )  # fmt: skip
 
     def fresh_cache(self) -> Any:
         """Return a cache that holds nothing."""
-        return _fresh_cache(self.module)
+        return self.cache.make(self.module, self.cache_options)
 
     def dtype(self) -> Any:
         """Return the torch dtype that the weights are in now, which is that of the cache."""
@@ -142,13 +146,7 @@ def _inside_peft(model: Any) -> Any:
     return model.get_base_model()
 
 
-def _fresh_cache(module: Any) -> Any:
-    import transformers
-
-    return transformers.DynamicCache(config=module.config)
-
-
-def _refuse_unsupported(module: Any, config: Any) -> list[Any]:
+def _refuse_unsupported(module: Any, config: Any, cache: CacheKind, options: Mapping[str, Any]) -> list[Any]:
     """Raise `UnsupportedError` naming what is not supported; return the layers of an empty cache, [] before 5.0."""
     if config.model_type in _ELSEWHERE:
         raise UnsupportedError(f"{config.model_type} {_ELSEWHERE[config.model_type]}")
@@ -159,7 +157,7 @@ def _refuse_unsupported(module: Any, config: Any) -> list[Any]:
     supports = getattr(module, "_supports_default_dynamic_cache", None)
     if supports is not None and not supports():
         raise UnsupportedError(f"{config.model_type} keeps a cache of its own kind, which is not supported")
-    layers = _fresh_cache(module).layers
+    layers = cache.make(module, options).layers
     for index, layer in enumerate(layers):
         kind_of(layer, index)
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):

@@ -30,18 +30,28 @@ __all__ = ["TransformersEngine", "recognises"]
 class TransformersEngine(LiveState):
     """One transformers model and the live state of one sequence; see `kvsnap.protocols.Engine` for each method.
 
-    `prefill_step` is the most ids evaluated in one pass, `workers` the threads that read and digest. Raise
-    `UnsupportedError` naming what in the model is not supported. The model stays the user's: nothing in it is changed.
+    `prefill_step` is the most ids evaluated in one pass, `workers` the threads that read and digest, `cache` the kind
+    of cache that is filled, with options of its own (docs/engines.md). Raise `UnsupportedError` naming what in the
+    model is not supported. The model stays the user's: nothing in it is changed.
     """
 
     name: str = "transformers"
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, prefill_step: int = 4096, workers: int = 2) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        prefill_step: int = 4096,
+        workers: int = 2,
+        cache: str = "dynamic",
+        cache_options: Mapping[str, Any] | None = None,
+    ) -> None:
         if not recognises(model):
             raise InputError("not a transformers model", expected="a PreTrainedModel", found=type(model).__name__)
         if prefill_step < 1 or workers < 1:
             raise InputError("prefill_step and workers must be 1 or above", found=(prefill_step, workers))
-        super().__init__(Model.of(model), prefill_step)
+        super().__init__(Model.of(model, cache, cache_options), prefill_step)
         self.model = model
         self.tokenizer = tokenizer
         self._workers = workers
