@@ -26,6 +26,7 @@ _COMMON: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": CONTEXT, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
+_GROUPS = ("num_key_value_heads", "head_dim")
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ROUTED = {
     "n_routed_experts": 4, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
@@ -70,7 +71,7 @@ _LIST = (
     Family("qwen3"),
     Family("mistral", _WINDOWED),
     Family("gemma2", _ALTERNATE),
-    Family("gemma3", _ALTERNATE, kind="gemma3_text"),
+    Family("gemma3", _ALTERNATE, kind="gemma3_text", seed=4),
     Family(
         "gemma4",
         {
@@ -230,23 +231,19 @@ _LIST = (
             "arcee",
             "bitnet",
             "cohere",
-            "ctrl",
             "diffllama",
             "doge",
             "ernie4_5",
             "gemma",
             "glm",
             "glm4",
-            "gpt_bigcode",
             "granite",
             "helium",
             "hunyuan_v1_dense",
             "ministral3",
-            "mpt",
             "nanochat",
             "nemotron",
             "olmo",
-            "opt",
             "phi",
             "phi3",
             "qwen2",
@@ -254,15 +251,15 @@ _LIST = (
             "smollm3",
             "stablelm",
             "starcoder2",
-            "xglm",
         )
     ),
-    Family("bloom", spread=0.5),
-    Family("biogpt", spread=0.5),
-    Family("gpt2", spread=0.5),
-    Family("gpt_neox", spread=0.5),
-    Family("olmo2", spread=0.2),
-    Family("persimmon", spread=0.5, seed=4),
+    *(
+        Family(name, drops=_GROUPS, spread=0.5)
+        for name in ("biogpt", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "opt", "xglm")
+    ),
+    Family("bloom", drops=_GROUPS, spread=0.2, seed=14),
+    Family("olmo2", spread=0.2, seed=10),
+    Family("persimmon", drops=_GROUPS, spread=0.5, seed=4),
     *(
         Family(name, _EXPERTS)
         for name in (
@@ -283,10 +280,13 @@ _LIST = (
     Family(
         "ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 32}
     ),
-    Family("codegen", {"rotary_dim": 8}),
-    Family("gptj", {"rotary_dim": 8}),
-    Family("gpt_neo", {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": WINDOW}),
-    Family("falcon", drops=("head_dim",)),
+    Family("codegen", {"rotary_dim": 8}, drops=_GROUPS),
+    Family("gptj", {"rotary_dim": 8}, drops=_GROUPS),
+    Family(
+        "gpt_neo",
+        {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+        drops=_GROUPS,
+    ),
     Family(
         "gemma3n",
         {
@@ -326,6 +326,7 @@ _LIST = (
     ),
     Family("qwen3_5_moe", {**_EXPERTS, **_GATED, "shared_expert_intermediate_size": 32}, kind="qwen3_5_moe_text"),
     Family("glm4_moe_lite", _LATENT),
+    Family("falcon_mamba", {"state_size": 8}),
     Family(
         "dbrx",
         {

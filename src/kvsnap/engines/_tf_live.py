@@ -118,9 +118,8 @@ class LiveState:
         elif line.positions or line.offset is not None:
             positions = line.pending_positions
         logits = line.logits
-        alone = int(line.again)
-        for first in (*range(alone), *range(alone, total, self._step)):
-            part = ids[first : first + (self._step if first or not alone else 1)]
+        for first, last in self._passes(line, total):
+            part = ids[first:last]
             places = None if positions is None else positions[first : first + len(part)]
             logits = self._model.evaluate(cache, part, line.n_rows + first, places)
             self.forwards += 1
@@ -128,6 +127,15 @@ class LiveState:
             if progress is not None:
                 progress(first + len(part), total)
         return line if logits is None or not total else line.evaluated(logits, positions)
+
+    def _passes(self, line: Line, total: int) -> Iterator[tuple[int, int]]:
+        """Yield where each pass over `total` pending ids starts and ends."""
+        last = 0
+        while last < total:
+            first, behind = last, line.n_rows > 0 or last > 0
+            alone = (line.again and not first) or (behind and self._model.starts_over)
+            last = min(total, first + (1 if alone else self._step))
+            yield first, last
 
     def _check_room(self, line: Line, more: int) -> None:
         check_room(max(line.taken, line.next_position + line.n_pending), more, self.context_limit)

@@ -13,6 +13,7 @@ from kvsnap.engines._tf_caches import CacheKind, cache_kind
 from kvsnap.engines._tf_geometry import attentions_of, geometry_of
 from kvsnap.engines._tf_layers import check_layer, kind_of, learned, numpy_view, rows_of
 from kvsnap.engines._tf_parts import Geometry
+from kvsnap.engines._tf_states import starts_over
 from kvsnap.errors import InputError, UnsupportedError
 
 __all__ = ["Model", "recognises"]
@@ -44,6 +45,7 @@ class Model:
     cache_keyword: str
     keeps_logits: bool
     takes_positions: bool
+    starts_over: bool
     geometry: tuple[Geometry, ...]
     vocab_size: int
     context_limit: int | None
@@ -67,7 +69,8 @@ class Model:
         geometry = geometry_of(module, config, layers)
         limit = getattr(config, "max_position_embeddings", None)
         return Model(
-            module, config, keyword, "logits_to_keep" in parameters, "position_ids" in parameters, geometry,
+            module, config, keyword, "logits_to_keep" in parameters, "position_ids" in parameters,
+            starts_over(module), geometry,
             int(config.vocab_size), None if limit is None else int(limit), kind, options,
         )  # fmt: skip
 
