@@ -1,8 +1,8 @@
 """Run every family of models with the installed transformers, and write docs/families.md and the data it is made of.
 
-    python scripts/families.py
+    python scripts/families.py [FAMILY...]
 
-What other releases were found to do stays in the table; each is run in an environment that has it.
+With names, only those are run. What other releases were found to do stays in the table; each is run in an environment that has it.
 """
 
 import sys
@@ -21,12 +21,17 @@ from family_runs import cases_of, fault_in, run_all  # noqa: E402
 
 def main() -> int:
     transformers.logging.set_verbosity_error()
+    names = sys.argv[1:] or list(FAMILIES)
     results = {}
     for dtype in ("float32", "bfloat16"):
         with tempfile.TemporaryDirectory() as directory:
-            results |= run_all(cases_of(FAMILIES, dtype), Path(directory))
+            results |= run_all(cases_of(names, dtype), Path(directory))
     faults = {case.name: fault_in(case, found) for case, found in results.items() if not found.refused}
-    family_table.write({**family_table.read(), transformers.__version__: family_table.entries(results)})
+    table = family_table.read()
+    before = table.get(transformers.__version__, {}) if sys.argv[1:] else {}
+    merged = {**before, **family_table.entries(results)}
+    table[transformers.__version__] = {name: merged[name] for name in FAMILIES if name in merged}
+    family_table.write(table)
     for name, fault in faults.items():
         if fault:
             print(f"{name}: {fault}")

@@ -261,7 +261,7 @@ _LIST = (
     Family("olmo2", spread=0.2, seed=10),
     Family("persimmon", drops=_GROUPS, spread=0.5, seed=4),
     *(
-        Family(name, _EXPERTS)
+        Family(name, _EXPERTS, seed=4 if name in ("flex_olmo", "hunyuan_v1_moe", "qwen3_moe") else 3)
         for name in (
             "flex_olmo",
             "granitemoe",
@@ -339,6 +339,7 @@ _LIST = (
             "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64},
         },
         drops=tuple(_COMMON),
+        seed=6,
     ),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _LIST}

@@ -56,6 +56,9 @@ REFUSED = {
 }
 """The families that no release is supported for, and a word of the reason given."""
 
+INEXACT = {("ctrl", "bfloat16"): "weights differ: transformer.pos_encoding"}
+"""What cannot be resumed exactly, and a word of what is said. CTRL casts a table of its own in its first pass."""
+
 
 def given() -> list[Any]:
     """Parameters: the families, those that the installed release does not have marked to be skipped."""
@@ -100,7 +103,8 @@ def test_a_new_process_goes_on_as_if_never_interrupted(
             assert REFUSED[family] in result.refused
         else:
             assert not result.refused
-            assert fault_in(case, result) == ""
+            fault = fault_in(case, result)
+            assert INEXACT[family, dtype] in fault if (family, dtype) in INEXACT else not fault
 
 
 def test_a_run_that_is_not_exact_is_found_out() -> None:
@@ -163,13 +167,13 @@ def start_off(tensor: Tensor, by: int) -> Tensor:
 def damages_of(tensor: Tensor) -> dict[str, list[Callable[[Tensor], Tensor]]]:
     """Return what can be wrong with a tensor: for each, ways to do it, of which one at least has to be noticed.
 
-    Several ways where a row need not matter: the picked rows of an index change, an index of rows that are compressed.
+    A row need not matter: one that an index never picks, one that chunked attention has done with, one whose weight is
+    rounded to nothing.
     """
     if not tensor.spec.grows:
         return {"zeroed": [all_zeroed]}
     count = tensor.n_rows
-    # With an index, a row that is never picked does not matter; chunked attention keeps rows that it has done with.
-    rows = range(count - 1, -1, -3) if tensor.role == "index" or tensor.spec.tokens_per_row > 1 else (count - 1,)
+    rows = range(count - 1, -1, -1)
     damages = {
         "a row zeroed": [lambda t, row=row: row_zeroed(t, row) for row in rows],
         "rows shifted": [rows_shifted],
