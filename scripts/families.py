@@ -2,7 +2,8 @@
 
     python scripts/families.py [FAMILY...]
 
-With names, only those are run. What other releases were found to do stays in the table; each is run in an environment that has it.
+With names, only those are run. What other releases were found to do stays in the table; each is run in an environment
+that has it.
 """
 
 import sys

@@ -255,11 +255,13 @@ _LIST = (
     ),
     *(
         Family(name, drops=_GROUPS, spread=0.5)
-        for name in ("biogpt", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "opt", "xglm")
+        for name in ("biogpt", "ctrl", "falcon", "gpt2", "gpt_bigcode", "mpt", "opt")
     ),
     Family("bloom", drops=_GROUPS, spread=0.2, seed=14),
     Family("olmo2", spread=0.2, seed=10),
-    Family("persimmon", drops=_GROUPS, spread=0.5, seed=4),
+    Family("gpt_neox", drops=_GROUPS, spread=0.5, seed=4),
+    Family("persimmon", drops=_GROUPS, spread=0.5, seed=5),
+    Family("xglm", drops=_GROUPS, seed=5),
     *(
         Family(name, _EXPERTS, seed=4 if name in ("flex_olmo", "hunyuan_v1_moe", "qwen3_moe") else 3)
         for name in (
@@ -280,7 +282,7 @@ _LIST = (
     Family(
         "ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 32}
     ),
-    Family("codegen", {"rotary_dim": 8}, drops=_GROUPS),
+    Family("codegen", {"rotary_dim": 8}, drops=_GROUPS, seed=5),
     Family("gptj", {"rotary_dim": 8}, drops=_GROUPS),
     Family(
         "gpt_neo",

@@ -56,8 +56,9 @@ def linear_write(layer: Any, live: tuple[tuple[str, Any], ...]) -> None:
 def starts_over(module: Any) -> bool:
     """Tell whether a model forgets its states where several ids are evaluated behind them in one pass.
 
-    transformers does not hand the state to the scan of Mamba's first kind: there a pass of several ids starts from
-    nothing, without a word. Seen from the code of the modules that write such a state.
+    transformers does not hand the state to the scan of Mamba's first kind, nor, in releases before 5.13, to a
+    convolution alone: there a pass of several ids starts from nothing, without a word. Seen from the code of the
+    modules that write a state.
     """
     return any(_starts_over(cls) for cls in {type(part) for part in module.modules()})
 
@@ -69,4 +70,6 @@ def _starts_over(cls: type) -> bool:
         if code is not None:
             words.update(code.co_names)
             words.update(word for names in code.co_consts if isinstance(names, tuple) for word in names)
-    return "update_recurrent_state" in words and not words & {"initial_state", "initial_states"}
+    if "update_recurrent_state" in words:
+        return not words & {"initial_state", "initial_states"}
+    return "update_conv_state" in words and "conv_kernel_size" not in words
