@@ -253,10 +253,8 @@ _LIST = (
             "starcoder2",
         )
     ),
-    *(
-        Family(name, drops=_GROUPS, spread=0.5)
-        for name in ("biogpt", "ctrl", "falcon", "gpt2", "gpt_bigcode", "mpt", "opt")
-    ),
+    *(Family(name, drops=_GROUPS, spread=0.5) for name in ("biogpt", "falcon", "gpt2", "gpt_bigcode", "mpt", "opt")),
+    Family("ctrl", drops=_GROUPS),
     Family("bloom", drops=_GROUPS, spread=0.2, seed=14),
     Family("olmo2", spread=0.2, seed=10),
     Family("gpt_neox", drops=_GROUPS, spread=0.5, seed=4),
