@@ -94,10 +94,11 @@ class Adapters:
             if name not in wrapper.used:
                 continue
             plain = self.place(f"{where}.x")[0]
-            scales[plain] = _scale(wrapper.part, name)
+            if scale := _scale(wrapper.part, name):
+                scales[plain] = scale
             # The place tells in which order the adapters of a layer are added up: sums depend on it.
             settings.append([plain, wrapper.kind, wrapper.used.index(name), _settings(wrapper.part, name)])
-        different = sorted(set(scales.values()), key=float)
+        different = sorted(set(scales.values()), key=float) or ["1"]
         if len(different) > 1:
             settings.append(scales)
         text = json.dumps([rows, settings], sort_keys=True, default=str)
@@ -165,7 +166,7 @@ def _tables(part: Any) -> list[Any]:
 def _scale(part: Any, adapter: str) -> str:
     scaling = getattr(part, "scaling", None)
     if not isinstance(scaling, Mapping) or adapter not in scaling:
-        return "1"
+        return ""
     value = float(scaling[adapter])
     return str(int(value)) if value.is_integer() else repr(value)
 

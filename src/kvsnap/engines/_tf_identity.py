@@ -19,7 +19,7 @@ from kvsnap.engines._tf_weights import digest_of, named_tensors, quantised_kinds
 from kvsnap.identity import AdapterDigest, Identity, WeightDigest, flatten_config, quantisation_text
 from kvsnap.protocols import Progress
 
-__all__ = ["cache_quantisation_of", "identity_of", "weights_stamp"]
+__all__ = ["cache_quantisation_of", "identity_of", "settings_of", "weights_stamp"]
 
 # Settings that decide nothing about the rows of a cache: names, labels, output options, training, initial values of
 # weights that are loaded, generation defaults.
@@ -70,14 +70,13 @@ def identity_of(
     `cache_quantisation` is what `cache_quantisation_of` says of the live cache. Raise `UnsupportedError` naming a
     weight or an adapter that cannot be digested whole.
     """
-    kernels: dict[str, Any] = {}
-    settings = _settings(_config_table(model.module.config), kernels)
+    settings, kernels = settings_of(model.module.config)
     tensors, used = dict(named_tensors(model.module)), Adapters.of(model.module)
     weights, adapters = _digests(tensors, used, workers, progress)
     template = getattr(tokenizer, "chat_template", None)
     return Identity(
         architecture=str(model.config.model_type),
-        config=flatten_config(settings),
+        config=settings,
         weights=weights,
         cache_dtype=cache_dtype,
         quantisation=_weight_quantisation(model.module, tensors),
@@ -96,6 +95,12 @@ def _digest(data: Any) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
+
+
+def settings_of(config: Any) -> tuple[tuple[tuple[str, str], ...], dict[str, Any]]:
+    """Return the settings that decide what a cache means, and those that choose among ways to compute the same."""
+    kernels: dict[str, Any] = {}
+    return flatten_config(_settings(_config_table(config), kernels)), kernels
 
 
 def _config_table(config: Any) -> dict[str, Any]:

@@ -135,6 +135,11 @@ def digest_of(name: str, tensor: Any) -> WeightDigest:
         inner, context = tensor.__tensor_flatten__()
         parts = [_row(digest_of(part, getattr(tensor, part))) for part in inner]
         return WeightDigest(name, dtype, shape, _of_parts(tensor, _plain(name, context), parts))
+    if type(tensor).__name__ == "Int8Params" or (type(tensor).__name__ == "Params4bit" and tensor.device.type == "cpu"):
+        raise UnsupportedError(
+            f"weight {name} is of bitsandbytes, which lays it out anew during the first pass: a model that has run cannot "
+            "be known to be the same as one that has not"
+        )
     own = _bytes_digest(name, tensor)
     # bitsandbytes keeps scales and code books as attributes of the parameter.
     attached = _attached(tensor)
