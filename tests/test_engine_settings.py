@@ -1,4 +1,4 @@
-"""Settings that decide what a cache means, changed one at a time on models with the same weights: each refused by name."""
+"""Settings that decide what a cache means, changed one at a time on models of the same weights: refused by name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ ROPES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "llama3 high": (rope("llama3", **LLAMA3), rope("llama3", **LLAMA3 | {"high_freq_factor": 8.0}), "high_freq_factor"),
     "llama3 length": (rope("llama3", **LLAMA3), rope("llama3", **LLAMA3 | {"original_max_position_embeddings": 32}),
                       "original_max_position_embeddings"),
-    "longrope short": (rope("longrope", **LONG), rope("longrope", **LONG | {"short_factor": [1.5] * 8}), "short_factor"),
+    "longrope short": (rope("longrope", **LONG), rope("longrope", **LONG | {"short_factor": [1.5] * 8}),
+                       "short_factor"),
     "longrope long": (rope("longrope", **LONG), rope("longrope", **LONG | {"long_factor": [3.0] * 8}), "long_factor"),
     "longrope factor": (rope("longrope", **LONG), rope("longrope", **LONG | {"factor": 2.0}), "factor"),
 }  # fmt: skip
@@ -161,7 +162,9 @@ def settings_of(kind: str, **changes: Any) -> Identity:
     return Identity(engine="transformers", config=_tf_identity.settings_of(config)[0], runtime=runtime)
 
 
-@pytest.mark.parametrize(("kind", "change", "name"), DEEP, ids=[f"{k} {n} {list(c.values())[0]}" for k, c, n in DEEP])
+@pytest.mark.parametrize(
+    ("kind", "change", "name"), DEEP, ids=[f"{k} {n} {next(iter(c.values()))}" for k, c, n in DEEP]
+)
 def test_each_setting_of_other_families_is_refused_by_name(kind: str, change: dict[str, Any], name: str) -> None:
     if kind not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {kind}")

@@ -15,7 +15,7 @@ import xxhash
 
 from kvsnap.engines._tf_adapters import Adapters
 from kvsnap.engines._tf_model import Model
-from kvsnap.engines._tf_weights import digest_of, named_tensors, quantised_kinds
+from kvsnap.engines._tf_weights import digest_of, named_tensors, quantised_kinds, size_of
 from kvsnap.identity import AdapterDigest, Identity, WeightDigest, flatten_config, quantisation_text
 from kvsnap.protocols import Progress
 
@@ -145,7 +145,7 @@ def _is_noise(name: str, family: str) -> bool:
 def _digests(
     tensors: Mapping[str, Any], used: Adapters, workers: int, progress: Progress | None
 ) -> tuple[tuple[WeightDigest, ...], tuple[AdapterDigest, ...]]:
-    total, done = sum(t.nbytes for t in tensors.values()), 0
+    total, done = sum(map(size_of, tensors.values())), 0
     weights: list[WeightDigest] = []
     parts: dict[str, list[WeightDigest]] = {name: [] for name in used.used}
     with ThreadPoolExecutor(workers) as pool:
@@ -155,7 +155,7 @@ def _digests(
                 weights.append(replace(digest, name=plain))
             for adapter in adapters or ():
                 parts[adapter].append(replace(digest, name=plain))
-            done += tensors[name].nbytes
+            done += size_of(tensors[name])
             if progress is not None:
                 progress(done, total)
     return tuple(sorted(weights, key=lambda w: w.name)), used.digests(parts)

@@ -17,7 +17,7 @@ import xxhash
 from kvsnap.errors import UnsupportedError
 from kvsnap.identity import WeightDigest
 
-__all__ = ["Settings", "digest_of", "named_tensors", "quantised_kinds"]
+__all__ = ["Settings", "digest_of", "named_tensors", "quantised_kinds", "size_of"]
 
 _DEPTH = 4
 """How deep attributes are followed: lists in tables in objects."""
@@ -31,7 +31,6 @@ class Settings:
     """Numbers and words that stand beside a tensor which is no parameter: the group size of its codes, ..."""
 
     text: str
-    nbytes: int = 0
 
 
 def named_tensors(module: Any) -> Iterator[tuple[str, Any]]:
@@ -121,6 +120,13 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     return list(table.items())
 
 
+def size_of(tensor: Any) -> int:
+    """Return the bytes of one of `named_tensors`, as far as it tells: for progress only."""
+    if isinstance(tensor, Settings):
+        return 0
+    return int(tensor.numel()) * int(tensor.element_size())
+
+
 # -- digests ---------------------------------------------------------------------------------------------------------
 
 
@@ -137,8 +143,8 @@ def digest_of(name: str, tensor: Any) -> WeightDigest:
         return WeightDigest(name, dtype, shape, _of_parts(tensor, _plain(name, context), parts))
     if type(tensor).__name__ == "Int8Params" or (type(tensor).__name__ == "Params4bit" and tensor.device.type == "cpu"):
         raise UnsupportedError(
-            f"weight {name} is of bitsandbytes, which lays it out anew during the first pass: a model that has run cannot "
-            "be known to be the same as one that has not"
+            f"weight {name} is of bitsandbytes, which lays it out anew during the first pass: a model that has run "
+            "cannot be known to be the same as one that has not"
         )
     own = _bytes_digest(name, tensor)
     # bitsandbytes keeps scales and code books as attributes of the parameter.
@@ -182,6 +188,8 @@ def _bytes_digest(name: str, tensor: Any) -> str:
     import torch
 
     try:
+        if tensor.is_quantized:  # its codes could be read, without their scales
+            raise TypeError("quantised by torch")
         data = tensor.detach().resolve_conj().resolve_neg()
         if data.device.type != "cpu":
             data = data.cpu()
@@ -189,9 +197,9 @@ def _bytes_digest(name: str, tensor: Any) -> str:
             data = data.as_subclass(torch.Tensor)
         return xxhash.xxh3_128_hexdigest(data.contiguous().reshape(-1).view(torch.uint8).numpy())
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        layout = "" if tensor.layout == torch.strided else f" ({str(tensor.layout).removeprefix('torch.')})"
+        layout = str(tensor.layout).removeprefix("torch.")
         raise UnsupportedError(
-            f"weight {name} is a {type(tensor).__name__}{layout} of {tensor.dtype} whose bytes cannot be read, so the "
+            f"weight {name} is a {type(tensor).__name__} ({layout}, {tensor.dtype}) whose bytes cannot be read, so the "
             "model cannot be identified"
         ) from error
 
