@@ -60,7 +60,7 @@ def test_adapter_is_put_around_and_check_tells_of_it(kv: Call, model: Path, tmp_
     def ids(*arguments: object) -> list[int]:
         code, out, err = kv(*arguments, "--json")
         assert code == 0, err
-        return list(json.loads(out)["ids"])
+        return list(json.loads(out)["tokens"])
 
     whole = ids("generate", "--model", model, "--adapter", a, "Once", "--max-tokens", 12)
     assert ids("generate", "--model", model, "Once", "--max-tokens", 12) != whole, "the control"
