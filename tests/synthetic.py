@@ -40,7 +40,6 @@ IDENTITY = Identity(
     ),
     cache_dtype="float32",
     quantisation="none",
-    cache_quantisation="none",
     tokenizer="ab" * 16,
     adapters=(AdapterDigest("style", "cd" * 16, "0.5"),),
     chat_template="ef" * 16,

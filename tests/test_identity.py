@@ -19,7 +19,9 @@ from kvsnap.identity import (
     flatten_config,
     quantisation_text,
 )
-from synthetic import IDENTITY
+from synthetic import IDENTITY as SYNTHETIC
+
+IDENTITY = replace(SYNTHETIC, cache_quantisation="none")
 
 # name of the field, name in reports, another value, level
 FIELDS: list[tuple[str, str, Any, str]] = [

@@ -87,7 +87,8 @@ class Identity:
             "weights": [[w.name, w.dtype, list(w.shape), w.digest] for w in self.weights],
             "cache_dtype": self.cache_dtype,
             "quantisation": self.quantisation,
-            "cache_quantisation": self.cache_quantisation,
+            # Newer than the first files: left out where it is unknown, so that those are written as ever.
+            **({"cache_quantisation": self.cache_quantisation} if self.cache_quantisation else {}),
             "tokenizer": self.tokenizer,
             "adapters": None if self.adapters is None else [[a.name, a.digest, a.scale] for a in self.adapters],
             "chat_template": self.chat_template,
