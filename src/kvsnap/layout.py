@@ -309,9 +309,9 @@ class Snapshot:
                 "a partial capture does not hold these rows", expected=f"{self.row_start} or above", found=n_rows
             )
         ends.check(n_tokens)
-        layers = self.layers if n_rows == self.n_rows else tuple(_cut_layer(layer, n_rows) for layer in self.layers)
+        cut_rows = n_rows != self.n_rows or not n_tokens
+        layers = tuple(_cut_layer(layer, n_rows) for layer in self.layers) if cut_rows else self.layers
         positions = cut_positions(self.positions, n_rows)
-        cut_rows = n_rows != self.n_rows
         return replace(
             self,
             layers=layers,
