@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,168 +17,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvsnap import files
-from kvsnap.errors import InputError, UnsupportedError
+from kvsnap import files, repair
+from kvsnap.errors import DamagedError, InputError, UnsupportedError
 from kvsnap.formats import native
 from kvsnap.formats.native.fork import fork_file
 from kvsnap.inspection import verify
-from kvsnap.layout import Reach, Snapshot, Tensor
+from kvsnap.layout import Snapshot, Tensor
 from kvsnap.reach import Ends
 from kvsnap.session import Session
+from reach_model import KINDS, TOKENS, Entry, Model, run
 from spec_file import SpecReader
 from synthetic import layer_of, snapshot_of_kinds
-
-TOKENS = tuple(range(100, 200))
-KINDS = (
-    "grow", "grow4", "window8", "window3", "window1", "window0", "recurrent", "buffer", "static", "grow4+window4",
-    "grow4+buffer", "window8+recurrent",
-)  # fmt: skip
-
-
-@dataclass
-class Entry:
-    """What the list knows of one turn: its end, whether a state is stored there, and the rows of each window."""
-
-    n_tokens: int
-    n_rows: int
-    state: bool
-    held: dict[str, frozenset[int]] = field(default_factory=dict)
-
-
-@dataclass
-class Model:
-    """A history as a list of turns."""
-
-    kinds: Sequence[str]
-    tokens: tuple[int, ...] = ()
-    turns: list[Entry] = field(default_factory=list)
-    in_memory: bool = False
-
-    @property
-    def parts(self) -> list[str]:
-        return [part for kind in self.kinds for part in kind.split("+")]
-
-    @property
-    def windows(self) -> list[str]:
-        return [part for part in self.parts if part.startswith("window")]
-
-    @property
-    def stateful(self) -> bool:
-        return bool({"recurrent", "buffer"} & set(self.parts))
-
-    @property
-    def n_rows(self) -> int:
-        return self.turns[-1].n_rows if self.turns else 0
-
-    def append(self, tokens: tuple[int, ...], n_rows: int, first: int) -> None:
-        """A turn that hands over what an engine holds; window rows before `first` are not among it."""
-        held = {}
-        for name in self.windows:
-            width = int(name[6:])
-            start = max(first, self.n_rows, n_rows - (width - 1) if width else 0)
-            held[name] = frozenset(range(start, n_rows))
-        standing = self.turns if self.tokens or self.n_rows else []
-        self.tokens, self.turns = tokens, [*standing, Entry(len(tokens), n_rows, True, held)]
-
-    def rows_of(self, name: str, n_rows: int) -> set[int]:
-        """Rows of a window that the history holds below `n_rows`."""
-        return {row for turn in self.turns for row in turn.held[name] if row < n_rows}
-
-    def rows_at(self, n: int) -> int:
-        if n == len(self.tokens):
-            return self.n_rows
-        ends = [turn for turn in self.turns if turn.n_tokens == n and (turn.state or not self.stateful)]
-        if n == 0 or ends:
-            return ends[-1].n_rows if n else 0
-        return min(n, next(turn.n_rows for turn in self.turns if turn.n_tokens > n))
-
-    def can(self, n: int) -> bool:
-        if n in (0, len(self.tokens)):
-            return True
-        if any(turn.n_tokens == n and (turn.state or not self.stateful) for turn in self.turns):
-            return True
-        rows = self.rows_at(n)
-        if self.stateful and not (self.in_memory and rows == self.n_rows):
-            return False
-        if rows in {turn.n_rows for turn in self.turns if turn.n_tokens > n}:
-            return True
-        if any(name.startswith("grow4") for name in self.parts) and rows % 4:
-            return False
-        for name in self.windows:
-            width = int(name[6:])
-            needed = range(max(0, rows - (width - 1)) if width else 0, rows)
-            if not self.rows_of(name, rows).issuperset(needed):
-                return False
-        return True
-
-    def check_reach(self, n: int, found: Reach) -> None:
-        """One line of the truth table."""
-        every = [k for k in range(len(self.tokens) + 1) if self.can(k)]
-        nearest = max(k for k in every if k <= n)
-        above = None if nearest == n else min(k for k in every if k > n)
-        assert (found.asked, found.n_tokens, found.above) == (n, nearest, above)
-        assert (found.n_rows, found.reused) == (self.rows_at(nearest),) * 2
-        assert found.recomputed == n - nearest
-        assert found.reached == (not found.limits) == (nearest == n)
-        assert found.exact
-
-    def cut(self, n: int) -> None:
-        if n == len(self.tokens):
-            return
-        n_rows = self.rows_at(n)
-        last = max((i for i, t in enumerate(self.turns) if t.n_tokens == n and (t.state or not self.stateful)),
-                   default=None)  # fmt: skip
-        if not n:
-            self.turns = []
-        elif last is not None:
-            self.turns = self.turns[: last + 1]
-        else:
-            kept = [turn for turn in self.turns if turn.n_tokens <= n]
-            held = {name: frozenset(r for r in rows if r < n_rows) for name, rows in self.turns[len(kept)].held.items()}
-            state = self.in_memory and n_rows == self.n_rows
-            self.turns = [*kept, Entry(n, n_rows, state, held)]
-        self.tokens = self.tokens[:n]
-
-    def check(self, loaded: Snapshot) -> None:
-        """What was read holds the rows that the list knows, bit by bit, and starts where they start."""
-        assert (loaded.tokens, loaded.n_rows) == (self.tokens, self.n_rows)
-        whole = bool(self.turns) and self.turns[-1].state
-        if not loaded.layers:
-            assert not self.turns
-            return
-        for i, kind in enumerate(self.kinds):
-            found = {t.spec.id: t for t in loaded.layers[i].tensors}
-            for tensor in layer_of(kind, i, self.tokens, self.n_rows, 0, every_row=True).tensors:
-                number, growth = tensor.spec.id, tensor.spec.growth
-                if (growth == "replaced" and not whole) or (
-                    growth == "static" and not self.turns and not self.in_memory
-                ):
-                    assert number not in found
-                    continue
-                first = self._first(tensor.name.split(".")[2])
-                assert (found[number].spec, found[number].start) == (tensor.spec, first)
-                wanted = tensor.array[:, first:] if growth == "window" else tensor.array
-                assert found[number].array.tobytes() == wanted.tobytes()
-                assert found[number].shape == wanted.shape
-
-    def _first(self, name: str) -> int:
-        """The first row of a window behind the last gap."""
-        if not name.startswith("window"):
-            return 0
-        row, held = self.n_rows, self.rows_of(name, self.n_rows)
-        while row - 1 in held:
-            row -= 1
-        return row
-
-
-def run(session: Session, model: Model, n_new: int, n_pending: int, *, partial: bool = True) -> None:
-    """One turn of `n_new` tokens, as an engine captures it, on disk and in the list."""
-    # What a cut turn goes on with has other ids, and so other rows.
-    tokens = (*model.tokens, *(1000 * len(model.turns) + token for token in TOKENS[:n_new]))
-    n_pending = min(n_pending, len(tokens) - model.n_rows)
-    start = model.n_rows if partial else 0
-    session.append(snapshot_of_kinds(tokens, model.kinds, start=start, n_pending=n_pending))
-    model.append(tokens, len(tokens) - n_pending, start)
 
 
 def check_table(session: Session, model: Model) -> None:
@@ -253,10 +102,6 @@ def made(path: Path, kinds: Sequence[str], plan: Sequence[tuple[int, int]]) -> M
     return model
 
 
-def copied(model: Model) -> Model:
-    return replace(model, turns=list(model.turns))
-
-
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_truth_table(path: Path, kind: str, plan: str) -> None:
@@ -277,7 +122,7 @@ def test_what_comes_back_is_what_would_have_been(path: Path, kinds: tuple[str, .
     original = path.read_bytes()
     for n in range(len(model.tokens) + 1):
         path.write_bytes(original)
-        short = copied(model)
+        short = model.copy()
         reach_n = max(k for k in range(n + 1) if model.can(k))
         short.cut(reach_n)
         fork = Path(fork_file(str(path), n_tokens=n, nearest=True).path)
@@ -295,7 +140,7 @@ def test_what_comes_back_is_what_would_have_been(path: Path, kinds: tuple[str, .
             assert session.truncate(n, nearest=True) == reach_n
             short.check(session.load())
         for file in (path, fork, copy):
-            here = copied(short)
+            here = short.copy()
             with Session.open(file) as session:
                 here.check(session.load())
                 for n_new, n_pending in ((2, 1), (13, 0)):
@@ -387,6 +232,119 @@ def test_the_sentences(path: Path) -> None:
             "layer 1: layers.1.window8.k (window of 8) does not hold all of rows 23 to 29 any more"
         )
         assert session.reach(20).limits == ()
+
+
+def test_static_tensors_are_those_of_the_first_turn(path: Path) -> None:
+    def other(n: int, change: float, n_rows: int = 3) -> Snapshot:
+        snapshot = snapshot_of_kinds(TOKENS[:n], ("grow", "static"))
+        (cross,) = snapshot.layers[1].tensors
+        values = cross.array[:, :n_rows] + np.float32(change)
+        return replace(
+            snapshot, layers=(snapshot.layers[0], replace(snapshot.layers[1], tensors=(Tensor(cross.spec, values),)))
+        )
+
+    with Session.open(path) as session:
+        session.append(other(3, 0.0))
+        session.append(other(5, 0.0))
+        for wrong in (other(7, 1e-3), other(7, 0.0, n_rows=2)):
+            with pytest.raises(InputError, match=r"another layers\.1\.static"):
+                session.append(wrong)
+        session.truncate(0)
+        session.append(other(7, 1e-3))
+        assert np.array_equal(session.load().layers[1].tensors[0].array, other(7, 1e-3).layers[1].tensors[0].array)
+    with Session.open(Path(fork_file(str(path)).path)) as fork:
+        with pytest.raises(InputError, match=r"another layers\.1\.static"):
+            fork.append(other(9, 0.0))
+        fork.append(other(9, 1e-3))
+
+
+STATES = ("grow", "recurrent", "buffer")
+
+
+@pytest.mark.parametrize("kinds", [STATES, ("grow", "window8")])
+def test_compacting_can_leave_the_states_of_earlier_turns(path: Path, kinds: tuple[str, ...]) -> None:
+    """States of the last two turns stay; what was in the others is gone, and the lengths that need it."""
+    copy = path.parent / "copy.kvsnap"
+    model = made(path, kinds, [(4, 0), (3, 1), (5, 0), (2, 0), (1, 0)])
+    with Session.open(path) as session:
+        session.fork(copy)
+    with Session.open(copy) as session:
+        with pytest.raises(InputError, match="always kept"):
+            session.compact(states=0)
+        full = session.compact().nbytes
+        assert session.compact(states=5).nbytes == full
+        assert session.compact(states=2).nbytes < full
+        for turn in model.turns[:-2]:
+            turn.state = False
+        check_table(session, model)
+        model.check(session.load())
+        assert session.load().logits is not None
+        if kinds == STATES:
+            assert [session.reach(n).n_tokens for n in (4, 13, 14, 15)] == [0, 0, 14, 15]
+            for call in (session.rewind, lambda commit: session.fork(path.parent / "no", commit=commit)):
+                with pytest.raises(UnsupportedError, match=r"commit 2 is not stored .* nearest reachable length is 0"):
+                    call(2)
+            assert session.fork(path.parent / "fourth", commit=4).n_tokens == 14
+        else:
+            assert session.fork(path.parent / "second", commit=2).n_tokens == 7
+        for n in (14, 12):
+            short = model.copy()
+            short.cut(max(k for k in range(n + 1) if short.can(k)))
+            assert session.truncate(n, nearest=True) == len(short.tokens)
+            short.check(session.load())
+            run(session, short, 3, 0)
+            short.check(session.load())
+            session.rewind(5)
+    assert verify(copy).ok
+
+
+def test_the_next_position_of_an_earlier_turn_is_never_left_out(path: Path) -> None:
+    """Positions that jump at the end of a turn (several axes of rope) are known to its STATE alone."""
+    copy = path.parent / "copy.kvsnap"
+    with Session.open(path) as session:
+        session.append(replace(snapshot_of_kinds(TOKENS[:4], ("grow",)), token_offset=9))
+        session.append(snapshot_of_kinds(TOKENS[:6], ("grow",)))
+        session.append(snapshot_of_kinds(TOKENS[:8], ("grow",)))
+        session.fork(copy)
+    with Session.open(copy) as session:
+        session.compact(states=1)
+        session.truncate(6)
+        assert session.load().logits is None
+        session.truncate(4)
+        assert session.load().token_offset == 9
+
+
+def test_repair_goes_back_to_a_turn_whose_state_is_there(path: Path) -> None:
+    copy, mended = path.parent / "copy.kvsnap", path.parent / "mended.kvsnap"
+    model = made(path, STATES, [(4, 0), (3, 1), (5, 0), (2, 0), (1, 0)])
+    with Session.open(path) as session:
+        session.fork(copy)
+    with Session.open(copy) as session:
+        session.compact(states=2)
+    whole = copy.read_bytes()
+    assert repair(copy, mended).complete
+    with Session.open(mended, create=False) as session:
+        assert [session.reach(n).n_tokens for n in (13, 14, 15)] == [0, 14, 15]
+        model.check(session.load())
+    spans = [r for r in SpecReader(whole).records() if r["kind"] == 3]
+    for broken, left in ((4, 14), (3, None), (1, None)):
+        data = bytearray(whole)
+        record = spans[broken]
+        data[record["at"] + 63 + len(record["stored"])] ^= 1
+        copy.write_bytes(data)
+        mended.unlink()
+        if left is None:
+            expected = "the turn behind token 12 .* no state .* before" if broken == 3 else "the turn behind token 4 "
+            with pytest.raises(DamagedError, match=expected):
+                repair(copy, mended)
+            mended.write_bytes(b"")
+            continue
+        report = repair(copy, mended)
+        assert not report.complete
+        assert "layers.0.grow.v" in str(report.lost[0])
+        short = model.copy()
+        short.cut(left)
+        short.check(native.load(mended))
 
 
 # -- generated histories -----------------------------------------------------------------------------------------

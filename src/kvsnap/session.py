@@ -24,14 +24,11 @@ from kvsnap.formats.native.journal import Journal, Published, empty_file
 from kvsnap.formats.native.live import check_whole, cut_live, ends_of, reach_of
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.schema import Geometry
-from kvsnap.formats.native.tables import (
-    Commit,
-    Entry,
-    Operation,
-)
+from kvsnap.formats.native.tables import Commit, Entry, Operation
 from kvsnap.formats.native.turns import (
     Turn,
     check_continues,
+    check_static,
     merged_geometry,
     merged_identity,
     new_text,
@@ -298,6 +295,7 @@ class Session(_Counts):
         now = self._now.restarted()
         check_continues(now, snapshot, lambda: self.tokens, self.path)
         geometry, identity = merged_geometry(now, snapshot, self.path), merged_identity(now, snapshot)
+        check_static(now, snapshot, self._file)
         text = self._new_text(snapshot)
         with self._journal.writing() as writer:
             commit, entry, parts = write_turn(now, writer, snapshot, text, geometry, identity, codec_name, progress)

@@ -249,14 +249,18 @@ class _Salvage:
         self.told.append((where, record, end))
 
     def _nothing(self) -> DamagedError:
-        first = self.turns[0]
-        error = first.error or first.state_error
+        bad = next(turn for turn in self.turns if turn.error or turn.state_error)
+        error = bad.error or bad.state_error
+        what = "the first turn is damaged"
+        if bad is not self.turns[0]:
+            what = f"the turn behind token {bad.tokens[0]} is damaged"
         ids = self._ids_behind(0)
         hint = f"; {sum(t.entry.n_tokens for t in ids)} ids can be kept: ask for them (keep_tokens, --tokens)"
         reason = "" if error is None else f" ({error.message})"
+        stateless = "" if bad is self.turns[0] else ", and no state of a turn before it is stored"
         return DamagedError(
-            f"the first turn is damaged{reason}, so that nothing with rows can be kept{hint if ids else ''}",
-            path=first.live[0].path, offset=None if error is None else error.offset,
+            f"{what}{reason}{stateless}, so that nothing with rows can be kept{hint if ids else ''}",
+            path=bad.live[0].path, offset=None if error is None else error.offset,
         )  # fmt: skip
 
     @staticmethod

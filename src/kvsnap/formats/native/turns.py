@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import xxhash
+
+from kvsnap import codecs
 from kvsnap.errors import CompatibilityError, DamagedError, FormatError, InputError
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.journal import Published
+from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.tables import (
     Commit,
     Entry,
@@ -26,7 +32,16 @@ from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress
 from kvsnap.records import RECORD_SIZE, FileHeader, Kind, ReadAt, commit_digest, read_record
 
-__all__ = ["Turn", "check_continues", "merged_geometry", "merged_identity", "new_text", "walk", "write_turn"]
+__all__ = [
+    "Turn",
+    "check_continues",
+    "check_static",
+    "merged_geometry",
+    "merged_identity",
+    "new_text",
+    "walk",
+    "write_turn",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +134,32 @@ def check_continues(now: Published, snapshot: Snapshot, tokens: Callable[[], tup
     if differing:
         text = "; ".join(str(f) for f in differing[:4])
         raise CompatibilityError(f"the snapshot is of another model: {text}", path=path, report=report)
+
+
+def check_static(now: Published, snapshot: Snapshot, opened: Callable[[], NativeFile]) -> None:
+    """Refuse a snapshot with other static tensors than the session, which keeps those of its first turn.
+
+    Compared are lengths, and the checksum where the bytes are stored as they are. `opened` opens the session file,
+    which is closed here. Raise `InputError`.
+    """
+    statics = [t for t in snapshot.tensors() if t.spec.growth == "static"]
+    if now.is_empty or not statics:
+        return
+    with closing(opened()) as file:
+        where, entry = file.live[0]
+        table, _, _ = where.table_at(entry.span, Kind.SPAN)
+    parts = {part.tensor: part for part in table.parts}
+    for tensor in statics:
+        part = parts.get(tensor.spec.id)
+        same = part is not None and part.n_rows == tensor.n_rows
+        if same and part is not None and part.codec == codecs.EXACT.id:
+            values = np.ascontiguousarray(tensor.values()).reshape(-1).view(np.uint8)
+            same = xxhash.xxh3_64_intdigest(values.data) == part.checksum
+        if not same:
+            raise InputError(
+                f"the snapshot has another {tensor.name} than the session, which keeps that of its first turn",
+                path=file.path, expected="a session of its own",
+            )  # fmt: skip
 
 
 def merged_geometry(now: Published, snapshot: Snapshot, path: str) -> schema.Geometry:
