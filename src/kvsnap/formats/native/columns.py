@@ -132,7 +132,6 @@ class Columns:
                 expected=f"within [{first[bad]}, {last[bad]})",
             )  # fmt: skip
         kept = np.clip(live - begin, 0, rows)
-        begin = np.minimum(begin, live)  # of a part of which nothing is kept
         gaps = np.flatnonzero(begin[1:] != begin[:-1] + kept[:-1]) + 1
         if len(gaps) and spec.growth != "window":
             source = self.slice(int(spans[gaps[0]]), number).source
