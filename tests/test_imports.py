@@ -21,6 +21,7 @@ TABLE: dict[str, str] = {
     "tensors": "errors",
     "identity": "errors tensors",
     "layout": "errors identity tensors",
+    "shards": f"errors {MODEL}",
     "sampling": f"errors {MODEL}",
     "files": "errors",
     "records": "errors files",

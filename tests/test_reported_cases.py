@@ -18,8 +18,7 @@ Cases whose right outcome is tested elsewhere already, and the test that shows i
 
 Those of a library of sessions (B29, and B7, B12, B32, B35 once more): test_reported_library.py.
 
-Not yet: B1, B24 (edits), B2, B4 (windows, hybrids), B17, B20 (quantised caches), B19 (shards), B27 (positions that
-jump, on restore).
+Not yet: B1, B2, B4 (windows, hybrids), B17, B20 (quantised caches), B27 (positions that jump, on restore).
 """
 
 from __future__ import annotations
@@ -1127,3 +1126,38 @@ def test_b35_illegal_names_are_refused_before_anything_is_written(tmp_path: Path
     with pytest.raises(KvsnapError):
         kvsnap.load(path)
     assert list(tmp_path.iterdir()) == []
+
+
+# -- shards ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+def test_b19_shards_swapped_or_missing_are_refused_and_right_ones_are_exact(
+    models: Callable[[], Any], tmp_path: Path
+) -> None:
+    engine = models()
+    say(engine, 4, PROMPT)
+    kvsnap.save(kvsnap.capture(engine, settle=True), tmp_path / "whole.kvsnap")
+    reference = say(engine, 8)
+    for n in (2, 4):
+        for i, shard in enumerate(kvsnap.split(kvsnap.load(tmp_path / "whole.kvsnap"), n)):
+            kvsnap.save(shard, tmp_path / f"{i}-of-{n}.kvsnap")
+    first, second = (kvsnap.load(tmp_path / f"{i}-of-2.kvsnap") for i in range(2))
+    with pytest.raises(InputError, match="position 0 holds another shard; expected shard 0 of 2, found shard 1 of 2"):
+        kvsnap.join([second, first])
+    with pytest.raises(InputError, match="shard 1 of 2 is missing"):
+        kvsnap.join([first])
+    with pytest.raises(InputError, match="position 1 is a shard of another count"):
+        kvsnap.join([first, kvsnap.load(tmp_path / "1-of-4.kvsnap")])
+    for n in (2, 4):
+        joined = kvsnap.join([kvsnap.load(tmp_path / f"{i}-of-{n}.kvsnap") for i in range(n)])
+        assert same(joined, kvsnap.load(tmp_path / "whole.kvsnap")) == []
+        fresh = models()
+        assert kvsnap.restore(joined, fresh).exact
+        assert say(fresh, 8) == reference
+    # Control: the heads of another rank in the place of one's own go on otherwise.
+    layers = tuple(
+        replace(x, tensors=tuple(Tensor(t.spec, t.array[::-1].copy()) for t in x.tensors)) for x in joined.layers
+    )
+    kvsnap.restore(replace(joined, layers=layers), fresh)
+    assert say(fresh, 8) != reference

@@ -16,6 +16,7 @@ from kvsnap.formats import colikv
 from kvsnap.identity import Compatibility, compare
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine, Progress, Token
+from kvsnap.shards import join, split
 
 __all__ = [
     "Continuation",
@@ -28,11 +29,13 @@ __all__ = [
     "dumps",
     "generate",
     "inspect",
+    "join",
     "load",
     "loads",
     "repair",
     "restore",
     "save",
+    "split",
     "sweep",
     "verify",
     "warm_from_tokens",
@@ -100,13 +103,15 @@ def check(
 ) -> Compatibility:
     """Compare a snapshot with a live engine, field by field, and its length with the context. Changes nothing.
 
-    A snapshot of a `.coli_kv` file has colibri's rule for the context: 9 positions more must be free.
+    A snapshot of a `.coli_kv` file has colibri's rule for the context: 9 positions more must be free. A shard is
+    refused unless `accept` names `shard`: the caller says by that that the engine is the rank which the shard is for.
     """
     needed = snapshot.token_offset + snapshot.n_pending + draft_reserve
     if snapshot.source.get("format") == colikv.FORMAT.name and snapshot.tokens:
         needed += _COLIBRI_KEEPS_FREE
     found = engine.identity(progress)
-    return compare(snapshot.identity, found, accept=accept, needed=needed, limit=engine.context_limit)
+    shard = str(snapshot.shard or "")
+    return compare(snapshot.identity, found, accept=accept, needed=needed, limit=engine.context_limit, shard=shard)
 
 
 def restore(

@@ -90,6 +90,7 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
         ("architecture", escape(s.architecture) or "unknown"),
         ("cache", f"{s.num_layers} layers, {s.dtype or 'no tensors'}"),
         ("heads", f"{s.num_heads} for keys and values, {s.num_query_heads} for queries, {s.head_dim} wide"),
+        *([("part", f"{s.shard}, of a cache split by heads")] if s.shard else []),
         ("tokens", f"{s.n_tokens:,} ({s.n_prompt:,} prompt, {s.n_generated:,} generated)"),
         ("evaluated", f"{s.n_rows:,} positions, next is {s.token_offset:,}"),
         ("logits", logits),

@@ -63,6 +63,7 @@ def snapshot_of(file: NativeFile) -> Snapshot:
             "commit": file.commit.number,
             "complete": file.commit.complete,
         },
+        shard=file.shard(),
     )
 
 
