@@ -77,6 +77,8 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
     stop = s.metadata.get("stop", "") if s.sealed else ""
     whole = ["sealed" if s.sealed else "open", "complete" if s.complete and is_whole(stop) else "last turn cut off"]
     fidelity = "exact: every bit as the engine held it" if s.exact else f"not exact: values off by up to {s.bound:.3g}"
+    if s.bound == float("inf"):
+        fidelity = "not exact: an approximation, without a bound on its errors"
     stored = ", ".join(
         f"{name} {size(c.stored)}" + (f" (decoded {size(c.decoded)})" if c.stored != c.decoded else "")
         for name, c in s.stored.items()
