@@ -200,6 +200,19 @@ def test_an_edited_snapshot_goes_on_and_is_never_called_exact(dtype: str, tmp_pa
     assert exact.exact  # the control
 
 
+@new_rope
+def test_kept_positions_go_on_behind_the_gap(tmp_path: Path) -> None:
+    model = tiny_llama()
+    engine, _ = captured(model, LONG[:60])
+    engine.step()
+    made = kvsnap.capture(engine)
+    kvsnap.save(kvsnap.remove(made, [(20, 30)], positions="keep"), tmp_path / "a.kvsnap")
+    done = kvsnap.restore(kvsnap.load(tmp_path / "a.kvsnap"), engine)
+    assert (done.exact, done.reused) == (False, 50)
+    assert len(list(kvsnap.generate(engine, max_tokens=4))) == 4
+    assert [(run.start, run.count) for run in kvsnap.capture(engine).positions] == [(0, 20), (30, 34)]
+
+
 def test_another_model_is_refused() -> None:
     _, made = captured(tiny_llama(), TEXT)
     other = kvsnap.connect(tiny_llama(seed=1))

@@ -262,10 +262,3 @@ def test_a_release_that_keeps_something_else_is_found_out_at_the_first_pass(fami
     with pytest.raises(UnsupportedError, match=r"layer 0 does not keep (latent|v) as its settings say"):
         engine.prefill(IDS)
     assert (engine.n_rows, engine.tokens) == (0, ())
-
-
-def test_a_latent_layer_beside_one_of_a_kind_that_is_not_supported_is_refused_by_name() -> None:
-    if "kimi_linear" not in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES:
-        pytest.skip(f"transformers {transformers.__version__} does not have kimi_linear")
-    with pytest.raises(UnsupportedError, match="layer 0 is a LinearAttentionLayer, which is not supported yet"):
-        make("kimi_linear")

@@ -27,7 +27,7 @@ from kvsnap.errors import (  # noqa: E402
     KvsnapError,
     UnsupportedError,
 )
-from kvsnap.layout import Run, Sampler, Snapshot, Tensor  # noqa: E402
+from kvsnap.layout import PositionRun, Run, Sampler, Snapshot, Tensor  # noqa: E402
 from kvsnap.protocols import Engine  # noqa: E402
 from tiny_models import CONTEXT, PROMPT, ByteTokenizer, tiny_llama, tiny_model, tiny_qwen3  # noqa: E402
 
@@ -239,7 +239,7 @@ def test_an_interrupted_clean_up_is_finished_by_the_next_call(monkeypatch: pytes
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvsnap.engines.transformers.cut", interrupted)
+        patch.setattr("kvsnap.engines._tf_live.Undo.put_back", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     hook.remove()
@@ -509,7 +509,9 @@ MISFITS: dict[str, tuple[Callable[[Snapshot], Snapshot], type[KvsnapError], str]
     "vocabulary": (lambda s: replace(s, tokens=(*s.tokens[:-1], 256)), InputError, r"id 256 at position \d+ .* 256"),
     "logits": (lambda s: replace(s, logits=Tensor(replace(s.logits.spec, shape=(99,)), np.zeros(99, np.float32))),  # type: ignore[union-attr]
                CompatibilityError, r"logits.*\[256\], found \[99\]"),
-    "positions": (lambda s: replace(s, token_offset=s.token_offset + 3), UnsupportedError, r"positions"),
+    "positions": (lambda s: replace(s, positions=(PositionRun(0, 3),)), InputError, r"positions.* do not fit its rows"),
+    "negative": (lambda s: replace(s, token_offset=-3), InputError, r"positions below 0"),
+    "context": (lambda s: replace(s, token_offset=s.token_offset + 4096), ContextError, r"takes? \d+ positions"),
     "counts": (lambda s: replace(s, n_pending=99), InputError, r"contradict"),
 }  # fmt: skip
 
@@ -746,8 +748,8 @@ def test_a_batch_is_captured_row_by_row_and_not_continued() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("mistral", {"sliding_window": 16}, "layer 0 is a DynamicSlidingWindowLayer, which is not supported yet"),
-        ("gemma2", {"attention": "eager"}, "layer 0 is a DynamicSlidingWindowLayer, which is not supported yet"),
+        ("rwkv", {"attention": "eager"}, "rwkv keeps its state in a list of its own"),
+        ("recurrent_gemma", {"attention": "eager"}, "recurrent_gemma keeps its recurrent states in its own modules"),
     ],
 )
 def test_a_family_that_is_not_supported_is_refused_by_name(kind: str, changes: dict[str, Any], message: str) -> None:
@@ -764,7 +766,7 @@ def test_another_cache_class_is_refused_by_name() -> None:
 
     engine = make()
     static = StaticCache(config=engine.model.config, max_cache_len=32)
-    with pytest.raises(UnsupportedError, match="StaticCache is not supported"):
+    with pytest.raises(UnsupportedError, match="a StaticCache is not supported by this engine"):
         engine.adopt(static, [IDS])
     cache = DynamicCache(config=engine.model.config)
     cache.layers[1] = Cunning()
@@ -781,7 +783,9 @@ def test_a_model_without_a_head_is_refused() -> None:
 
 def test_a_model_whose_layers_are_not_as_its_settings_say_is_refused_and_nothing_is_kept() -> None:
     engine = make()
-    wrong = [replace(g, parts=tuple(replace(part, heads=4) for part in g.parts)) for g in engine._model.geometry]
+    wrong = [
+        replace(g, parts=tuple(replace(part, sizes=(4, 0, 16)) for part in g.parts)) for g in engine._model.geometry
+    ]
     engine._model = replace(engine._model, geometry=tuple(wrong))
     with pytest.raises(
         UnsupportedError, match=r"layer 0 does not keep k as its settings say; expected \[4, .*found \[2, "

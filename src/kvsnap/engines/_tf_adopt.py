@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.engines._tf_layers import check_layer, kind_of, numpy_view, rows_of
+from kvsnap.engines._tf_layers import kind_of, layer_at, numpy_view, rows_of
 from kvsnap.engines._tf_model import Model
-from kvsnap.engines._tf_state import Line, check_ids, check_room
+from kvsnap.engines._tf_state import Line, check_ids, check_room, straightened
 from kvsnap.errors import InputError, UnsupportedError
-from kvsnap.layout import Run, join_runs
+from kvsnap.layout import PositionRun, Run, join_positions, join_runs
 
 __all__ = ["lines_in", "only_rows"]
 
@@ -20,14 +21,16 @@ Mask = npt.NDArray[np.bool_]
 
 
 def lines_in(
-    cache: Any, tokens: Any, model: Model, *, mask: Any, logits: Any, prompt: int | None, ends: frozenset[int]
-) -> tuple[Line, ...]:
+    cache: Any, tokens: Any, model: Model, *, mask: Any, logits: Any, prompt: int | None, ends: frozenset[int],
+    positions: Any = None, evaluated: int | None = None,
+) -> tuple[Line, ...]:  # fmt: skip
     """Return the sequences in a cache, one for each row of the batch, without the rows of padding.
 
     `tokens` `[batch, ids]`, `mask` `[batch, <= ids]` (1 keeps; what it does not reach is kept), `logits`
-    `[batch, vocab]` of the last row in the cache, `prompt` the number of columns that are prompt.
+    `[batch, vocab]` of the last row in the cache, `prompt` the number of columns that are prompt, `positions`
+    `[batch, evaluated columns]` or more, `evaluated` the number of columns in the cache, where it does not count them.
     """
-    n_rows, batch = _check_cache(cache, model)
+    n_rows, batch = _check_cache(cache, model, evaluated)
     ids = np.atleast_2d(_array(tokens, "tokens"))
     if ids.ndim != 2 or ids.shape[0] != batch or ids.shape[1] < n_rows:
         raise InputError(
@@ -43,47 +46,88 @@ def lines_in(
     scores = None if logits is None else np.atleast_2d(_scores(logits))
     if scores is not None and scores.shape != (batch, model.vocab_size):
         raise InputError("the logits do not fit", expected=[batch, model.vocab_size], found=list(scores.shape))
+    places = None if positions is None else np.atleast_2d(_array(positions, "positions"))
+    if places is not None and (places.shape[0] != batch or places.shape[1] < n_rows):
+        raise InputError("the positions do not fit", expected=f"[{batch}, at least {n_rows}]", found=list(places.shape))
     lines = []
     for row in range(batch):
         if batch > 1 and columns < ids.shape[1]:
             keep[row] &= _before_filling(ids[row], columns, ends)
         line = _line(ids[row], keep[row], n_rows, columns)
+        if places is not None:
+            line = _placed(line, places[row], keep[row])
         check_ids(line.tokens, model.vocab_size, 0)
-        check_room(0, line.positions, model.context_limit)
+        check_room(0, max(line.taken, line.next_position + line.n_pending), model.context_limit)
         # The logits belong to the last row; where that is padding, they say nothing about this sequence.
         fits = scores is not None and n_rows > 0 and bool(keep[row][n_rows - 1])
         lines.append(_with_logits(line, scores[row] if fits and scores is not None else None))
     return tuple(lines)
 
 
+def _placed(line: Line, places: Ids, keep: Mask) -> Line:
+    """Return a sequence with the positions of its rows, and of the first id that has none, where it is given."""
+    found = places[keep[: len(places)]].tolist()
+    runs = join_positions((), [PositionRun(int(p), 1) for p in found[: line.n_rows]])
+    behind = runs[-1].start + runs[-1].count if runs else line.n_rows
+    following = int(found[line.n_rows]) if len(found) > line.n_rows else behind
+    return replace(line, positions=straightened(runs), offset=None if following == behind else following)
+
+
 def only_rows(cache: Any, line: Line, model: Model) -> Any:
     """Return a cache with the rows of the only sequence in it: the same object where nothing is padding."""
     if line.select is None:
         return cache
-    fresh = model.fresh_cache()
+    fresh, columns = model.fresh_cache(), line.select
     for index, layer in enumerate(cache.layers):
-        kind = kind_of(layer, index)
-        if index >= len(fresh.layers):
-            fresh.layers.append(fresh.layer_class_to_replicate())
-        if line.n_rows:
-            kind.write(fresh.layers[index], [t[..., list(line.select), :] for t in kind.read(layer)])
+        kind, geometry = kind_of(layer, index), model.geometry[index]
+        target, total = layer_at(fresh, index), kind.rows(layer) or 0
+        live = []
+        for part, (role, tensor) in zip(geometry.parts, kind.read(layer), strict=False):
+            axis = tensor.ndim - len(part.axes) + part.row_axis
+            if part.row_axis >= 0 and line.n_rows:
+                hidden = total - int(tensor.shape[axis])
+                kept = [column - hidden for column in columns if column >= hidden]
+                if len(kept) < part.needed(len(columns)):
+                    raise UnsupportedError(f"layer {index}: padding took the place of rows in the window")
+                live.append((role, tensor.index_select(axis, _index(kept, tensor))))
+                continue
+            if columns and columns[-1] - columns[0] + 1 != len(columns):
+                raise UnsupportedError(f"layer {index}: {role} has padding in it, which cannot be taken out again")
+            live.append((role, tensor))
+        kind.write(target, tuple(live), len(columns))
     return fresh
 
 
-def _check_cache(cache: Any, model: Model) -> tuple[int, int]:
+def _index(columns: list[int], like: Any) -> Any:
+    import torch
+
+    return torch.as_tensor(columns, dtype=torch.long, device=like.device)
+
+
+def _check_cache(cache: Any, model: Model, evaluated: int | None) -> tuple[int, int]:
     """Return rows and batch size of a cache whose layers are all known and agree."""
-    if type(cache).__name__ != "DynamicCache":
+    classes = model.cache.classes
+    if type(cache).__name__ not in classes:
         raise UnsupportedError(
-            f"a {type(cache).__name__} is not supported yet", expected="DynamicCache", found=type(cache).__name__
-        )
+            f"a {type(cache).__name__} is not supported by this engine", expected=" or ".join(classes),
+            found=type(cache).__name__,
+        )  # fmt: skip
     rows, n_layers = rows_of(cache), len(model.geometry)
-    if len(set(rows)) > 1 or (rows and len(rows) != n_layers):
+    counted = {count for count in rows if count is not None}
+    if len(counted) > 1 or (rows and len(rows) != n_layers):
         raise InputError("the layers of the cache do not belong to this model, or hold unequal numbers of rows",
                          expected=f"{n_layers} layers of equal length", found=rows)  # fmt: skip
-    for index, (layer, geometry) in enumerate(zip(cache.layers, model.geometry, strict=False)):
-        check_layer(layer, index, geometry, rows[index])
-    tensors = [t for i, layer in enumerate(cache.layers) for t in kind_of(layer, i).read(layer)]
-    return (rows[0] if rows else 0), (int(tensors[0].shape[0]) if tensors else 1)
+    tensors = [t for i, layer in enumerate(cache.layers) for _, t in kind_of(layer, i).read(layer)]
+    if evaluated is None and not counted and tensors:
+        raise InputError(
+            "this cache does not count what was evaluated", expected="evaluated=: the number of columns", found=None
+        )
+    if evaluated is not None and counted - {evaluated}:
+        raise InputError("the cache holds another number of columns", expected=evaluated, found=min(counted))
+    n_rows = evaluated if evaluated is not None else min(counted, default=0)
+    if rows:
+        model.check(cache, n_rows)
+    return n_rows, (int(tensors[0].shape[0]) if tensors else 1)
 
 
 def _array(values: Any, what: str) -> Ids:
@@ -138,4 +182,4 @@ def _line(ids: Ids, keep: Mask, n_rows: int, columns: int) -> Line:
 def _with_logits(line: Line, logits: npt.NDArray[Any] | None) -> Line:
     if logits is None and line.n_rows and not line.n_pending:
         return line.without_last_row()
-    return Line(line.tokens, line.runs, line.n_rows, line.n_pending, logits, line.select)
+    return replace(line, logits=logits)

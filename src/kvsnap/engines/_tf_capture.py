@@ -10,31 +10,84 @@ import numpy.typing as npt
 
 from kvsnap.engines._tf_layers import copy_rows, dtype_of, kind_of, layer_at, tensors_of
 from kvsnap.engines._tf_model import Model
+from kvsnap.engines._tf_parts import Part
 from kvsnap.engines._tf_state import Line
+from kvsnap.errors import UnsupportedError
 from kvsnap.tensors import Layer, Tensor, TensorSpec, dtype_name, numpy_dtype
 
 __all__ = ["live_dtype", "logits_tensor", "read_layers"]
 
 
 def read_layers(model: Model, cache: Any, line: Line, row: int, start: int, dtype: str) -> tuple[Layer, ...]:
-    """Copy the rows of one sequence from its row `start` on out of every layer; `row` is its place in the batch."""
-    rows = slice(start, line.n_rows) if line.select is None else line.select[start:]
+    """Copy the rows of one sequence from its row `start` on out of every layer; `row` is its place in the batch.
+
+    States are copied whole. Before the first pass a layer whose sizes only that tells makes the answer ().
+    Raise `UnsupportedError` where padding is in the way of an exact copy.
+    """
+    if not all(geometry.is_known for geometry in model.geometry):
+        return ()
+    columns = range(line.n_rows) if line.select is None else line.select
     layers: list[Layer] = []
     for index, geometry in enumerate(model.geometry):
         layer = layer_at(cache, index)
         specs = geometry.specs(index, sum(len(made.tensors) for made in layers), dtype)
-        live = tensors_of(layer, index, geometry)
+        live, total = tensors_of(layer, index, geometry), kind_of(layer, index).rows(layer) or 0
         # A layer that holds nothing yet has no tensors to copy, and its geometry is known all the same.
-        arrays = [copy_rows(t, row, rows) for t in live] or [_no_rows(spec) for spec in specs]
-        tensors = tuple(Tensor(spec, array, start=start) for spec, array in zip(specs, arrays, strict=True))
-        layers.append(Layer(index=index, kind=geometry.kind, tensors=tensors, num_query_heads=geometry.query_heads))
+        copies = [
+            _copy(tensor, row, part, columns, start, total, f"layer {index}: {part.role}")
+            for part, (_, tensor) in zip(geometry.parts, live, strict=False)
+        ] or [(0 if spec.grows else None, _no_rows(spec)) for spec in specs]
+        tensors = tuple(
+            Tensor(spec, array, start=first or 0) for spec, (first, array) in zip(specs, copies, strict=True)
+        )
+        layers.append(
+            Layer(
+                index=index, kind=geometry.kind, tensors=tensors, num_query_heads=geometry.query_heads,
+                shares=geometry.shares,
+            )
+        )  # fmt: skip
     return tuple(layers)
+
+
+def _copy(
+    tensor: Any, row: int, part: Part, columns: Sequence[int], start: int, total: int, what: str
+) -> tuple[int | None, npt.NDArray[Any]]:
+    """Return the first row and the rows of a part of one sequence, or None and a state.
+
+    `total` counts the columns that the layer has seen, those that left a window included.
+    """
+    seen = columns[-1] + 1 if columns else 0
+    if part.row_axis < 0 or part.growth == "replaced":
+        if len(columns) and seen - columns[0] != len(columns):
+            raise UnsupportedError(f"{what} has padding behind its first token in it, which cannot be taken out again")
+        return None, copy_rows(tensor, row, slice(None), -1)
+    if part.tokens_per_row != 1:
+        first = start // part.tokens_per_row
+        return first, copy_rows(tensor, row, slice(first, None), part.row_axis)
+    # The columns that the tensor holds are the last ones of those that the whole batch has taken.
+    held = int(tensor.shape[1 + part.row_axis])
+    hidden = max(total - held, 0)
+    kept = [place for place, column in enumerate(columns) if column >= hidden]
+    needed = part.needed(len(columns))
+    if len(kept) < needed:
+        raise UnsupportedError(
+            f"{what} holds fewer rows of this sequence than it needs: padding took their place in the window",
+            expected=needed, found=len(kept),
+        )  # fmt: skip
+    first = max(start, len(columns) - len(kept))
+    wanted = [columns[place] - hidden for place in range(first, len(columns))]
+    straight = not wanted or wanted[-1] - wanted[0] + 1 == len(wanted)
+    picked = slice(wanted[0], wanted[-1] + 1) if wanted and straight else wanted
+    return first, copy_rows(tensor, row, picked if wanted else slice(0, 0), part.row_axis)
 
 
 def live_dtype(cache: Any) -> str:
     """Return the name of the dtype of the rows in a cache, or "" while it holds none."""
-    found = kind_of(cache.layers[0], 0).read(cache.layers[0]) if cache.layers else ()
-    return dtype_of(found[0].dtype, "the cache") if found else ""
+    for index, layer in enumerate(cache.layers):
+        live = kind_of(layer, index).read(layer)
+        if live and live[0][0] in ("k", "conv"):
+            return dtype_of(live[0][1].dtype, "the cache")
+    return ""
 
 
 def logits_tensor(logits: npt.NDArray[Any], layers: Sequence[Layer]) -> Tensor:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvsnap.engines._tf_layers import Geometry, Part
+from kvsnap.engines._tf_parts import Geometry, Part, heads, rows
 from kvsnap.errors import UnsupportedError
 from kvsnap.tensors import Pairing, RopeState
 
-__all__ = ["INDEXED", "attentions_of", "geometry_of"]
-
-INDEXED = ("indexed_attention", "deepseek_sparse_attention")
-"""The names that releases of transformers give to layers whose attention looks at the best rows of an index."""
+__all__ = ["attentions_of", "geometry_of"]
 
 _HALF, _INTERLEAVED = [-2.0, -3.0, 0.0, 1.0], [-1.0, 0.0, -3.0, 2.0]
 
@@ -27,11 +24,23 @@ def geometry_of(module: Any, config: Any, layers: Sequence[Any]) -> tuple[Geomet
 
     Raise `UnsupportedError` naming a layer whose attention is not known.
     """
-    if getattr(config, "kv_lora_rank", None) is None:
-        return _plain(module, config)
-    found = attentions_of(module)
-    count = len(layers) or len(found)
-    return tuple(_latent(found.get(index), index, config, layers) for index in range(count))
+    latent = attentions_of(module) if getattr(config, "kv_lora_rank", None) is not None else {}
+    plain = _plain_attentions(module)
+    count = len(layers) or len(latent) or int(config.num_hidden_layers)
+    found = []
+    for index in range(count):
+        layer = layers[index] if layers else None
+        if type(layer).__name__ == "DummyLayer":
+            found.append(Geometry("none", 0, shares=_shared(module, index)))
+        elif type(layer).__name__ == "LinearAttentionLayer":
+            found.append(Geometry("recurrent", 0, open=True))
+        elif getattr(config, "kv_lora_rank", None) is not None:
+            if getattr(layer, "is_sliding", False):
+                raise UnsupportedError(f"layer {index} has latent attention in a window, which is not supported yet")
+            found.append(_latent(latent.get(index), index, config, layers))
+        else:
+            found.append(_plain(module, config, index, layer, plain.get(index)))
+    return tuple(found)
 
 
 def attentions_of(module: Any) -> dict[int, Any]:
@@ -40,30 +49,65 @@ def attentions_of(module: Any) -> dict[int, Any]:
     return {int(part.layer_idx): part for part in parts if hasattr(part, "layer_idx")}
 
 
+def _plain_attentions(module: Any) -> dict[int, Any]:
+    parts = (part for part in module.modules() if hasattr(part, "k_proj") and hasattr(part, "head_dim"))
+    return {int(part.layer_idx): part for part in parts if isinstance(getattr(part, "layer_idx", None), int)}
+
+
+def _shared(module: Any, index: int) -> int | None:
+    """Return the layer whose rows a layer without any of its own uses, where the model tells."""
+    for part in module.modules():
+        if getattr(part, "layer_idx", None) == index and getattr(part, "is_kv_shared_layer", False):
+            found = getattr(part, "kv_shared_layer_index", None)
+            return found if isinstance(found, int) else None
+    return None
+
+
 # -- keys and values for each head ---------------------------------------------------------------------------------
 
 
-def _plain(module: Any, config: Any) -> tuple[Geometry, ...]:
+def _plain(module: Any, config: Any, index: int, layer: Any, attention: Any) -> Geometry:
     query_heads = int(config.num_attention_heads)
-    heads = int(getattr(config, "num_key_value_heads", None) or query_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // query_heads)
-    rope, pairing = _rope(module, config)
-
-    def geometry(state: RopeState, pairs: Pairing) -> Geometry:
-        return Geometry("attention", query_heads, (Part("k", heads, width, state, pairs), Part("v", heads, width)))
-
+    rope, pairing = _rope(module, config, index)
     # SmolLM3 and others leave the rotation out of some layers.
-    rotated = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
-    return tuple(geometry(rope, pairing) if used else geometry("none", "") for used in rotated)
+    rotated = getattr(config, "no_rope_layers", None)
+    if rotated and not rotated[index]:
+        rope, pairing = "none", ""
+    window = int(getattr(layer, "sliding_window", 0) or 0)
+    if window == 1:
+        raise UnsupportedError(f"layer {index} has a window of 1, which holds nothing", expected="2 or more", found=1)
+    count, width, of_value = _sizes(config, attention)
+    parts = (heads("k", count, width, rope, pairing, window), heads("v", count, of_value, window=window))
+    mixed = "LinearAttention" in type(layer).__name__
+    return Geometry("hybrid" if mixed else "attention", query_heads, parts, open=mixed)
 
 
-def _rope(module: Any, config: Any) -> tuple[RopeState, Pairing]:
+def _sizes(config: Any, attention: Any) -> tuple[int | None, int | None, int | None]:
+    """Return heads, width of a key and width of a value; None for what only a pass of the model will tell."""
+    projected = getattr(getattr(attention, "k_proj", None), "out_features", None)
+    if projected is not None:
+        width = int(attention.head_dim)
+        count, rest = divmod(int(projected), width)
+        values = getattr(getattr(attention, "v_proj", None), "out_features", None)
+        of_value = width if values is None else int(values) // max(1, count)
+        return (None, None, None) if rest or not count else (count, width, of_value)
+    given = getattr(config, "num_key_value_heads", None)
+    if given is None or not isinstance(given, int):
+        return None, None, None
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return given, width, width
+
+
+def _rope(module: Any, config: Any, index: int) -> tuple[RopeState, Pairing]:
     """Tell how keys are rotated. Asks the function that the model uses: no setting says it for every family."""
     import torch
 
     settings = getattr(config, "rope_parameters", None) or {}
     if not settings and getattr(config, "rope_theta", None) is None:
         return "unknown", ""
+    kinds = getattr(config, "layer_types", None) or ()
+    own = settings.get(kinds[index]) if index < len(kinds) else None  # some have settings for each type of layer
+    settings = own if isinstance(own, Mapping) else settings
     partial = settings.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     families = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
     rotate = next((f for family in families if (f := getattr(family, "rotate_half", None)) is not None), None)
@@ -89,11 +133,11 @@ def _latent(attention: Any, index: int, config: Any, layers: Sequence[Any]) -> G
     # The releases that keep the latent row expand it after they have read it back; those before keep what it becomes.
     if hasattr(attention, "expand_kv"):
         rope, pairing = _latent_rope(attention) if rotated else ("none", "")
-        parts = (Part("latent", 0, _size(attention, index, "kv_lora_rank")), Part("rope", 0, rotated, rope, pairing))
+        parts = (rows("latent", _size(attention, index, "kv_lora_rank")), rows("rope", rotated, rope, pairing))
     else:
         # Only the end of such a key is rotated.
         width, of_value = _size(attention, index, "qk_nope_head_dim") + rotated, _size(attention, index, "v_head_dim")
-        parts = (Part("k", query_heads, width, "unknown"), Part("v", query_heads, of_value))
+        parts = (heads("k", query_heads, width, "unknown"), heads("v", query_heads, of_value))
     kind = "latent" if parts[0].role == "latent" else "attention"
     indexer = getattr(attention, "indexer", None)
     if indexer is not None:
@@ -102,7 +146,7 @@ def _latent(attention: Any, index: int, config: Any, layers: Sequence[Any]) -> G
             raise UnsupportedError(
                 f"layer {index} has an index and no place for its rows", expected="DynamicIndexedLayer", found=found
             )
-        parts = (*parts, Part("index", 0, _size(indexer, index, "head_dim"), "unknown"))
+        parts = (*parts, rows("index", _size(indexer, index, "head_dim"), "unknown"))
     return Geometry(kind, query_heads, parts)
 
 

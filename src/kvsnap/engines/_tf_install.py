@@ -7,21 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from kvsnap.engines._tf_layers import Geometry, dtype_of, kind_of, layer_at, numpy_view
+from kvsnap.engines._tf_layers import kind_of, layer_at, numpy_view
 from kvsnap.engines._tf_model import Model
-from kvsnap.engines._tf_state import Line, check_ids, check_room
+from kvsnap.engines._tf_parts import Geometry, Part, state
+from kvsnap.engines._tf_state import Line, check_ids, check_room, straightened
 from kvsnap.errors import CompatibilityError, InputError, UnsupportedError
 from kvsnap.layout import PositionRun, Snapshot
 from kvsnap.protocols import Progress
 from kvsnap.tensors import Layer, Tensor, read_all
 
-__all__ = ["build_cache", "check_snapshot", "line_of"]
+__all__ = ["build_cache", "check_snapshot"]
 
 _HELD_TWICE = 256 << 20
 
 
-def check_snapshot(snapshot: Snapshot, model: Model, dtype: str, *, cast: bool) -> None:
-    """Compare a snapshot with a model; raise an error that names the layer and both values. Reads no tensor."""
+def check_snapshot(snapshot: Snapshot, model: Model, dtype: str, *, cast: bool) -> Line:
+    """Compare a snapshot with a model; raise an error that names the layer and both values. Reads no tensor but logits.
+
+    Return the sequence that can go on from it: without logits and with nothing pending its last row is given up.
+    """
     if snapshot.row_start != 0:
         raise InputError(
             "a partial capture cannot be installed", expected="rows from 0", found=f"rows from {snapshot.row_start}"
@@ -32,60 +36,118 @@ def check_snapshot(snapshot: Snapshot, model: Model, dtype: str, *, cast: bool) 
             "the counts of the snapshot contradict each other",
             expected="pending <= tokens <= rows + pending", found=f"{n_pending}, {stored}, {n_rows}",
         )  # fmt: skip
-    straight = (PositionRun(0, n_rows),) if n_rows else ()
-    if tuple(snapshot.positions) not in ((), straight) or snapshot.token_offset != n_rows:
-        raise UnsupportedError(
-            "positions that do not count from 0 without a jump are not supported yet",
-            expected=f"0 to {n_rows}", found=f"{list(snapshot.positions)}, then {snapshot.token_offset}",
-        )  # fmt: skip
+    _check_positions(snapshot, model)
     check_ids(snapshot.tokens, model.vocab_size, n_rows + n_pending - stored)
     check_room(0, n_rows + n_pending, model.context_limit)
+    check_room(0, snapshot.token_offset + n_pending, model.context_limit)
     if snapshot.logits is not None and snapshot.logits.shape != (model.vocab_size,):
         raise CompatibilityError(
             "the stored logits do not fit the vocabulary",
             expected=[model.vocab_size], found=list(snapshot.logits.shape),
         )  # fmt: skip
+    line = _line_of(snapshot)
     if n_rows == 0 and not snapshot.layers:
-        return
+        return line
     if len(snapshot.layers) != len(model.geometry):
         raise CompatibilityError("wrong number of layers", expected=len(model.geometry), found=len(snapshot.layers))
-    for index, layer in enumerate(snapshot.layers):
-        _check_layer(layer, model.geometry[index], index, dtype, n_rows, cast=cast)
+    for index, (layer, geometry) in enumerate(zip(snapshot.layers, model.geometry, strict=True)):
+        _check_layer(layer, geometry, index, dtype, n_rows, cast=cast)
+        for tensor, part in pairs_of(layer, geometry):
+            _check_held(tensor, part, f"layer {index} {part.role}", line.n_rows, n_rows)
+    return line
+
+
+def _check_positions(snapshot: Snapshot, model: Model) -> None:
+    straight = (PositionRun(0, snapshot.n_rows),) if snapshot.n_rows else ()
+    if tuple(snapshot.positions) in ((), straight) and snapshot.token_offset == snapshot.n_rows:
+        return
+    if sum(run.count for run in snapshot.positions) != snapshot.n_rows:
+        raise InputError(
+            "the positions of the snapshot do not fit its rows",
+            expected=snapshot.n_rows, found=sum(run.count for run in snapshot.positions),
+        )  # fmt: skip
+    first = min((run.start for run in snapshot.positions), default=0)
+    if first < 0 or snapshot.token_offset < 0:
+        raise InputError("positions below 0", expected="0 or above", found=min(first, snapshot.token_offset))
+    if not model.takes_positions:
+        raise UnsupportedError(
+            f"positions that do not count from 0 without a jump: {type(model.module).__name__} takes no position_ids",
+            expected=f"0 to {snapshot.n_rows}", found=f"{list(snapshot.positions)}, then {snapshot.token_offset}",
+        )  # fmt: skip
+
+
+def pairs_of(layer: Layer, geometry: Geometry) -> list[tuple[Tensor, Part]]:
+    """Return each tensor of a layer with the part that describes it, in the order of the parts; states behind them."""
+    by_role: dict[str, list[Tensor]] = {}
+    for tensor in layer.tensors:
+        by_role.setdefault(tensor.role, []).append(tensor)
+    pairs = [(by_role[part.role].pop(0), part) for part in geometry.parts if by_role.get(part.role)]
+    rest = [tensor for tensors in by_role.values() for tensor in tensors]
+    pairs += [(t, state(t.role, t.shape, t.spec.dtype)) for t in sorted(rest, key=lambda t: t.spec.id)]
+    return pairs
+
+
+def _check_held(tensor: Tensor, part: Part, where: str, n_rows: int, of_rows: int) -> None:
+    """Refuse a tensor that does not hold what is needed to go on behind its first `n_rows` of `of_rows` positions."""
+    if part.growth == "window":
+        first = n_rows - part.needed(n_rows)
+        if tensor.start > first or tensor.start + tensor.n_rows < n_rows:
+            raise UnsupportedError(
+                f"{where}: rows that the window of {part.window} needs are missing",
+                expected=f"{first} to {n_rows}", found=f"{tensor.start} to {tensor.start + tensor.n_rows}",
+            )  # fmt: skip
+    elif part.growth == "replaced" and n_rows != of_rows:
+        raise UnsupportedError(
+            f"{where}: there are no logits, and the last position cannot be evaluated again, for states are made anew",
+            expected="logits, or an id that is not evaluated yet", found=f"{of_rows} positions, all evaluated",
+        )  # fmt: skip
 
 
 def _check_layer(layer: Layer, geometry: Geometry, index: int, dtype: str, n_rows: int, *, cast: bool) -> None:
-    where, kind, specs = f"layer {index}", geometry.kind, geometry.specs(index, 0, dtype)
-    roles = [t.role for t in layer.tensors]
-    if layer.kind != kind or layer.shares is not None or sorted(roles) != sorted(s.role for s in specs):
+    where, roles = f"layer {index}", [t.role for t in layer.tensors]
+    expected = [part.role for part in geometry.parts]
+    states = ["conv", "recurrent"] if geometry.open else []
+    more = [role for role in roles if role in states and roles.count(role) > expected.count(role)]
+    fits = sorted(roles) == sorted([*expected, *more]) and (more or not geometry.open or not n_rows)
+    if layer.kind != geometry.kind or layer.shares != geometry.shares or not fits:
         shared = "" if layer.shares is None else f" shared from layer {layer.shares}"
         raise CompatibilityError(
             f"{where} is of another kind",
-            expected=f"{kind} with {', '.join(s.role for s in specs)}",
+            expected=f"{geometry.kind} with {', '.join([*expected, *states])}",
             found=f"{layer.kind}{shared} with {', '.join(roles)}",
         )  # fmt: skip
-    for spec in specs:
-        tensor = layer.tensor(spec.role)
-        assert tensor is not None  # noqa: S101 - the roles were compared above
+    for tensor, part in pairs_of(layer, geometry):
         found = tensor.spec
         compared: list[tuple[str, Any, Any]] = [
-            ("axes", spec.axes, found.axes),
-            ("shape", spec.shape_with(n_rows), tensor.shape),
-            ("first row", 0, tensor.start),
+            ("axes", part.axes, found.axes),
+            ("growth", part.growth, found.growth),
+            ("window", part.window, found.window),
         ]
-        if not cast:
-            compared.append(("dtype", spec.dtype, found.dtype))
-        if "unknown" not in (spec.rope, found.rope):
-            compared.append(("rope", f"{spec.rope} {spec.pairing}".strip(), f"{found.rope} {found.pairing}".strip()))
-        for what, expected, value in compared:
-            if expected != value:
-                shown = [list(v) if isinstance(v, tuple) else v for v in (expected, value)]
-                raise CompatibilityError(f"{where} {spec.role}: {what} differs", expected=shown[0], found=shown[1])
+        if not part.fits(tensor.shape):
+            compared.append(("shape", part.shape(part.needed(n_rows)), tensor.shape))
+        if part.growth == "grow":
+            compared += [
+                ("shape", part.shape(part.needed(n_rows)), part.shape(tensor.n_rows)),
+                ("first row", 0, tensor.start),
+            ]
+        if not cast and (part.dtype or part.row_axis >= 0):
+            compared.append(("dtype", part.dtype or dtype, found.dtype))
+        if "unknown" not in (part.rope, found.rope):
+            compared.append(("rope", f"{part.rope} {part.pairing}".strip(), f"{found.rope} {found.pairing}".strip()))
+        for what, wanted, value in compared:
+            if wanted != value:
+                shown = [list(v) if isinstance(v, tuple) else v for v in (wanted, value)]
+                raise CompatibilityError(f"{where} {part.role}: {what} differs", expected=shown[0], found=shown[1])
 
 
-def line_of(snapshot: Snapshot) -> Line:
-    """Return the sequence of a checked snapshot; without logits and with nothing pending its last row is given up."""
+def _line_of(snapshot: Snapshot) -> Line:
     logits = None if snapshot.logits is None else np.array(snapshot.logits.array)
-    line = Line(snapshot.tokens, tuple(snapshot.runs), snapshot.n_rows, snapshot.n_pending, logits)
+    positions = straightened(snapshot.positions)
+    behind = positions[-1].start + positions[-1].count if positions else snapshot.n_rows
+    line = Line(
+        snapshot.tokens, tuple(snapshot.runs), snapshot.n_rows, snapshot.n_pending, logits, positions=positions,
+        offset=None if snapshot.token_offset == behind else snapshot.token_offset,
+    )  # fmt: skip
     if line.n_rows and not line.n_pending and logits is None:
         if not line.tokens:
             raise InputError("the snapshot has neither logits nor the last token, so there is nothing to go on from")
@@ -96,62 +158,85 @@ def line_of(snapshot: Snapshot) -> Line:
 def build_cache(
     snapshot: Snapshot, model: Model, dtype: Any, n_rows: int, workers: int, progress: Progress | None = None
 ) -> Any:
-    """Read the first `n_rows` rows into memory of their own, on the device of each layer, and return them as a cache.
+    """Read what is needed for the first `n_rows` rows into memory of its own, on the device of each layer.
 
-    Raise what the tensors raise when their bytes are damaged; nothing else has changed then.
+    Return it as a cache. Raise what the tensors raise when their bytes are damaged; nothing else has changed then.
     """
-    import torch
-
     cache = model.fresh_cache()
     if n_rows == 0:
         return cache
-    wanted = [
-        (next(t for t in layer.tensors if t.role == part.role), torch.device(device))
-        for layer, device, geometry in zip(snapshot.layers, model.devices(), model.geometry, strict=True)
-        for part in geometry.parts
-    ]
-    read = iter([memory[..., :n_rows, :] for memory in _read(wanted, dtype, workers, progress)])
-    for index, geometry in enumerate(model.geometry):
+    wanted, layers = [], []
+    for layer, device, geometry in zip(snapshot.layers, model.devices(), model.geometry, strict=True):
+        pairs = [(tensor, part) for tensor, part in pairs_of(layer, geometry)]
+        layers.append(pairs)
+        wanted += [_Wanted(tensor, device, dtype, part) for tensor, part in pairs]
+    read = iter(_read(wanted, workers, progress))
+    for index, pairs in enumerate(layers):
         target = layer_at(cache, index)
-        kind_of(target, index).write(target, [next(read) for _ in geometry.parts])
+        live = tuple((part.role, _used(next(read), tensor, part, n_rows)) for tensor, part in pairs)
+        kind_of(target, index).write(target, live, n_rows)
     return cache
 
 
-def _read(wanted: Sequence[tuple[Tensor, Any]], dtype: Any, workers: int, progress: Progress | None) -> list[Any]:
-    """Read tensors into memory of their own, each on its device and in `dtype`.
+def _used(memory: Any, tensor: Tensor, part: Part, n_rows: int) -> Any:
+    """Return the rows of a tensor `[1, ...]` that a cache of `n_rows` positions holds, as a view."""
+    if not tensor.spec.grows:
+        return memory
+    stop = n_rows // part.tokens_per_row - tensor.start
+    first = stop - part.needed(n_rows)
+    return memory[(slice(None),) * (1 + part.row_axis) + (slice(first, stop),)]
+
+
+class _Wanted:
+    """A tensor that is read, onto a device and in a dtype: that of the cache, or its own where it is a state."""
+
+    def __init__(self, tensor: Tensor, device: Any, dtype: Any, part: Part) -> None:
+        import torch
+
+        self.tensor = tensor
+        self.device = torch.device(device)
+        self.stored = getattr(torch, tensor.spec.dtype)
+        self.dtype = dtype if part.row_axis >= 0 or part.role == "conv" else self.stored
+
+    @property
+    def held_twice(self) -> int:
+        """Bytes that are in memory twice while it is moved or converted."""
+        return self.tensor.nbytes if self.device.type != "cpu" or self.stored != self.dtype else 0
+
+
+def _read(wanted: Sequence[_Wanted], workers: int, progress: Progress | None) -> list[Any]:
+    """Read tensors into memory of their own `[1, ...]`, each on its device and in its dtype.
 
     What is read here and then moved or converted is read a few tensors at a time, to bound what is held twice.
     """
     import torch
 
-    total, done = sum(tensor.nbytes for tensor, _ in wanted), 0
+    total, done = sum(w.tensor.nbytes for w in wanted), 0
 
     def advance(count: int, _: int) -> None:
         if progress is not None:
             progress(done + count, total)
 
     read: list[Any] = []
-    for group in _groups(wanted, dtype_of(dtype, "the cache")):
+    for group in _groups(wanted):
         with torch.inference_mode(False), torch.no_grad():
             memories = [
-                torch.empty((1, *t.shape), dtype=getattr(torch, t.spec.dtype), pin_memory=device.type == "cuda")
-                for t, device in group
+                torch.empty((1, *w.tensor.shape), dtype=w.stored, pin_memory=w.device.type == "cuda") for w in group
             ]
-            pairs = [(t, numpy_view(memory)[0]) for (t, _), memory in zip(group, memories, strict=True)]
+            pairs = [(w.tensor, numpy_view(memory)[0]) for w, memory in zip(group, memories, strict=True)]
             read_all(pairs, workers=workers, progress=advance)
-            read += [m.to(device=device, dtype=dtype) for m, (_, device) in zip(memories, group, strict=True)]
-        done += sum(t.nbytes for t, _ in group)
+            read += [m.to(device=w.device, dtype=w.dtype) for m, w in zip(memories, group, strict=True)]
+        done += sum(w.tensor.nbytes for w in group)
     return read
 
 
-def _groups(wanted: Sequence[tuple[Tensor, Any]], dtype: str) -> Iterator[list[tuple[Tensor, Any]]]:
-    group: list[tuple[Tensor, Any]] = []
+def _groups(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
+    group: list[_Wanted] = []
     held = 0
-    for tensor, device in wanted:
-        twice = tensor.nbytes if device.type != "cpu" or tensor.spec.dtype != dtype else 0
-        if group and held + twice > _HELD_TWICE:
+    for one in wanted:
+        if group and held + one.held_twice > _HELD_TWICE:
             yield group
             group, held = [], 0
-        group.append((tensor, device))
-        held += twice
+        group.append(one)
+        held += one.held_twice
     yield group

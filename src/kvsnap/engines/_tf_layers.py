@@ -14,76 +14,55 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvsnap.engines._tf_parts import Geometry, Part, state
+from kvsnap.engines._tf_states import COPIED as STATES_COPIED
+from kvsnap.engines._tf_states import KEPT as STATES_KEPT
+from kvsnap.engines._tf_states import linear_read, linear_write
 from kvsnap.errors import UnsupportedError
-from kvsnap.tensors import Pairing, RopeState, TensorSpec, numpy_dtype
+from kvsnap.tensors import numpy_dtype
 
 __all__ = [
     "KINDS",
-    "Geometry",
     "LayerKind",
-    "Part",
+    "Undo",
     "check_layer",
     "copy_rows",
     "cut",
     "dtype_of",
     "kind_of",
     "layer_at",
+    "learned",
+    "marks_of",
     "numpy_view",
     "rows_of",
     "tensors_of",
 ]
 
 _DTYPES = ("float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One tensor of a layer: its role, heads (0: no axis for them), width of a row, and what was done to its rows."""
-
-    role: str
-    heads: int
-    width: int
-    rope: RopeState = "none"
-    pairing: Pairing = ""
-
-    def shape(self, n_rows: int) -> tuple[int, ...]:
-        return (self.heads, n_rows, self.width) if self.heads else (n_rows, self.width)
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """What one layer of a model keeps, and in which order; `kind` is that of `Layer`, `attention` or `latent`."""
-
-    kind: str
-    query_heads: int
-    parts: tuple[Part, ...]
-
-    def specs(self, layer: int, first: int, dtype: str) -> tuple[TensorSpec, ...]:
-        """Return the specs of layer number `layer`, with ids from `first` on."""
-        return tuple(
-            TensorSpec(
-                id=first + place, name=f"layers.{layer}.{part.role}", layer=layer, role=part.role, dtype=dtype,
-                axes=("head", "row", "dim") if part.heads else ("row", "dim"), shape=part.shape(0), growth="grow",
-                row_axis=1 if part.heads else 0, rope=part.rope, pairing=part.pairing,
-            )
-            for place, part in enumerate(self.parts)
-        )  # fmt: skip
+Live = tuple[tuple[str, Any], ...]
+"""The live tensors of a layer, each with its role. The roles of rows are those of keys and values, `k` and `v`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
     """How one class of cache layer is handled.
 
-    `read(layer)` returns the live tensors, `[batch, heads, rows, width]` or `[batch, rows, width]`, in the order of the
-    parts, or () while it holds nothing; `write(layer, tensors)` makes such tensors the content of an empty layer
-    without a copy; `rows(layer)` counts; `cut(layer, rows)` drops the rows behind, allocates nothing, and may be called
-    twice.
+    `read(layer)` returns the live tensors `[batch, ...]` with their roles, in the order of the parts, or () while it
+    holds nothing; `write(layer, live, n_rows)` makes such tensors the content of an empty layer without a copy;
+    `rows(layer)` counts the positions it has seen, None where it does not; `cut(layer, rows)` drops the positions
+    behind, allocates nothing, may be called twice, and raises `UnsupportedError` where the layer cannot.
+
+    To undo a pass that failed, `drop(layer, rows)` takes away the rows that it added, where there is one, and what the
+    attributes `kept` referred to is put back; of those that a pass writes over in place, `copied`, a copy is kept.
     """
 
-    read: Callable[[Any], tuple[Any, ...]]
-    write: Callable[[Any, Sequence[Any]], None]
-    rows: Callable[[Any], int]
+    read: Callable[[Any], Live]
+    write: Callable[[Any, Live, int], None]
+    rows: Callable[[Any], int | None]
     cut: Callable[[Any, int], None]
+    drop: Callable[[Any, int], None] | None = None
+    kept: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
 
 
 def kind_of(layer: Any, index: int) -> LayerKind:
@@ -104,50 +83,128 @@ def layer_at(cache: Any, index: int) -> Any:
     return cache.layers[index]
 
 
-def rows_of(cache: Any) -> list[int]:
-    """Return the number of rows in each layer of a cache."""
+def rows_of(cache: Any) -> list[int | None]:
+    """Return the number of positions that each layer of a cache has seen; None where a layer does not count them."""
     return [kind_of(layer, index).rows(layer) for index, layer in enumerate(cache.layers)]
 
 
+def marks_of(cache: Any) -> tuple[object, ...]:
+    """Return what is different after a cache was changed: the rows of each layer, or the versions of its states."""
+    return tuple(_mark(layer, kind_of(layer, index)) for index, layer in enumerate(cache.layers))
+
+
+def _mark(layer: Any, kind: LayerKind) -> object:
+    rows = kind.rows(layer)
+    if rows is not None:
+        return rows
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for _, t in kind.read(layer))
+
+
 def cut(cache: Any, n_rows: int) -> None:
-    """Drop the rows behind `n_rows` in every layer. Views only: it must work when memory is full."""
+    """Drop the positions behind `n_rows` in every layer, which each of them must be able to."""
     for index, layer in enumerate(cache.layers):
         kind_of(layer, index).cut(layer, n_rows)
 
 
-def tensors_of(layer: Any, index: int, geometry: Geometry) -> tuple[Any, ...]:
-    """Return the live tensors of a layer as its parts describe them, `[batch, *shape]`; () while it holds nothing."""
-    tensors = kind_of(layer, index).read(layer)
-    if len(tensors) != len(geometry.parts):
-        return tensors
-    # transformers gives the rows of latent attention an axis of one head.
-    return tuple(
-        t[:, 0] if not part.heads and t.ndim == 4 and t.shape[1] == 1 else t
-        for part, t in zip(geometry.parts, tensors, strict=True)
-    )
+class Undo:
+    """What puts the layers of a cache back as they are now, whatever a pass does to them.
+
+    Layers that only grow are cut, so that nothing is held twice; of others what they refer to is kept, and a copy of
+    what a pass writes over. `put_back` may be called again when it was interrupted, and allocates nothing.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self._kept: list[tuple[Any, LayerKind, int, dict[str, Any]]] = []
+        for index, layer in enumerate(cache.layers):
+            kind = kind_of(layer, index)
+            kept = {name: _kept(getattr(layer, name), name in kind.copied) for name in kind.kept}
+            self._kept.append((layer, kind, kind.rows(layer) or 0, kept))
+
+    def put_back(self) -> None:
+        """Put every layer back, and take away layers that came since."""
+        del self._cache.layers[len(self._kept) :]
+        for layer, kind, n_rows, kept in self._kept:
+            if kind.drop is not None:
+                kind.drop(layer, n_rows)
+            for name, value in kept.items():
+                setattr(layer, name, dict(value) if isinstance(value, dict) else value)
+
+
+def _kept(value: Any, copied: bool) -> Any:
+    if isinstance(value, dict):
+        return {key: _kept(inner, copied) for key, inner in value.items()}
+    return value.clone() if copied and hasattr(value, "clone") else value
+
+
+# -- tensors against their description -----------------------------------------------------------------------------
+
+
+def tensors_of(layer: Any, index: int, geometry: Geometry) -> Live:
+    """Return the live tensors of a layer with the roles and axes that its geometry tells; () while it holds nothing."""
+    live = kind_of(layer, index).read(layer)
+    named = []
+    for place, (role, tensor) in enumerate(live):
+        part = geometry.parts[place] if place < len(geometry.parts) else None
+        # transformers gives the rows of latent attention an axis of one head.
+        bare = part is not None and "head" not in part.axes and tensor.ndim == 4 and tensor.shape[1] == 1
+        named.append((role if part is None else part.role, tensor[:, 0] if bare else tensor))
+    return tuple(named)
 
 
 def check_layer(layer: Any, index: int, geometry: Geometry, n_rows: int) -> None:
-    """Raise `UnsupportedError` unless a layer holds `n_rows` rows of just what the settings of its model say."""
-    tensors = tensors_of(layer, index, geometry)
-    if not n_rows and not tensors:
+    """Raise `UnsupportedError` unless a layer holds just what its geometry says for `n_rows` positions."""
+    live = tensors_of(layer, index, geometry)
+    if not n_rows and not live:
         return
-    if len(tensors) != len(geometry.parts):
+    parts = geometry.parts
+    if len(live) < len(parts) or (len(live) > len(parts) and not geometry.open):
         raise UnsupportedError(
             f"layer {index} does not keep what its settings say",
-            expected=", ".join(part.role for part in geometry.parts), found=f"{len(tensors)} tensors",
+            expected=", ".join(part.role for part in parts), found=f"{len(live)} tensors",
         )  # fmt: skip
-    for part, tensor in zip(geometry.parts, tensors, strict=True):
-        expected, found = list(part.shape(n_rows)), list(tensor.shape[1:])
-        if expected != found:
+    if not live and geometry.kind != "none":
+        raise UnsupportedError(
+            f"layer {index} ({type(layer).__name__}) holds nothing after {n_rows} positions: its state is not in it"
+        )
+    for part, (_, tensor) in zip(parts, live, strict=False):
+        _check_tensor(index, part, tensor, n_rows)
+        if part.row_axis >= 0 and tensor.dtype != live[0][1].dtype:
             raise UnsupportedError(
-                f"layer {index} does not keep {part.role} as its settings say", expected=expected, found=found
-            )
-        if tensor.dtype != tensors[0].dtype:
-            raise UnsupportedError(
-                f"layer {index} keeps {part.role} in another dtype than {geometry.parts[0].role}",
-                expected=tensors[0].dtype, found=tensor.dtype,
+                f"layer {index} keeps {part.role} in another dtype than {parts[0].role}",
+                expected=live[0][1].dtype, found=tensor.dtype,
             )  # fmt: skip
+
+
+def _check_tensor(index: int, part: Part, tensor: Any, n_rows: int) -> None:
+    found = tuple(tensor.shape[1:])
+    held = found[part.row_axis] if part.row_axis >= 0 and len(found) > part.row_axis else 0
+    needed = part.needed(n_rows)
+    # A window that records what it passes by holds more rows than it needs.
+    fits = held == needed or (part.growth == "window" and needed < held <= n_rows)
+    if not part.fits(found) or (part.row_axis >= 0 and not fits):
+        raise UnsupportedError(
+            f"layer {index} does not keep {part.role} as its settings say",
+            expected=["any" if size is None else size for size in part.shape(needed)], found=list(found),
+        )  # fmt: skip
+
+
+def learned(layer: Any, index: int, geometry: Geometry) -> Geometry:
+    """Return the geometry with what the live tensors of a layer tell beyond it; raise as `check_layer` does not."""
+    if geometry.is_known:
+        return geometry
+    live = tensors_of(layer, index, geometry)
+    if not live and geometry.kind != "none":
+        return geometry
+    parts = [
+        part.learned(tensor.shape[1:], dtype_of(tensor.dtype, f"layer {index} {role}"))
+        for part, (role, tensor) in zip(geometry.parts, live, strict=False)
+    ]
+    parts += [
+        state(role, tensor.shape[1:], dtype_of(tensor.dtype, f"layer {index} {role}"))
+        for role, tensor in live[len(parts) :]
+    ]
+    return Geometry(geometry.kind, geometry.query_heads, tuple(parts), shares=geometry.shares)
 
 
 def dtype_of(dtype: Any, what: str) -> str:
@@ -168,12 +225,14 @@ def numpy_view(tensor: Any) -> npt.NDArray[Any]:
     return np.asarray(tensor.numpy())
 
 
-def copy_rows(tensor: Any, row: int, rows: Sequence[int] | slice) -> npt.NDArray[Any]:
-    """Copy some rows of one sequence of `[batch, ..., rows, width]` into memory of its own `[..., rows, width]`."""
+def copy_rows(tensor: Any, row: int, rows: Sequence[int] | slice, axis: int) -> npt.NDArray[Any]:
+    """Copy one sequence of `[batch, ...]` into memory of its own; of the axis `axis` (-1: none) some rows only."""
     import torch
 
-    picked = rows if isinstance(rows, slice) else torch.as_tensor(rows, dtype=torch.long, device=tensor.device)
-    found = tensor.detach()[row][..., picked, :]
+    found = tensor.detach()[row]
+    if axis >= 0:
+        picked = rows if isinstance(rows, slice) else torch.as_tensor(rows, dtype=torch.long, device=tensor.device)
+        found = found[(slice(None),) * axis + (picked,)]
     own = torch.empty(found.shape, dtype=found.dtype, device="cpu")
     own.copy_(found)
     return numpy_view(own)
@@ -182,15 +241,17 @@ def copy_rows(tensor: Any, row: int, rows: Sequence[int] | slice) -> npt.NDArray
 # -- keys and values, of full attention or of latent attention (its latent and rope rows) -------------------------
 
 
-def _attention_read(layer: Any) -> tuple[Any, ...]:
-    return (layer.keys, layer.values) if _attention_rows(layer) else ()
+def _attention_read(layer: Any) -> Live:
+    return (("k", layer.keys), ("v", layer.values)) if _attention_rows(layer) else ()
 
 
-def _attention_write(layer: Any, tensors: Sequence[Any]) -> None:
-    keys, values = (t if t.ndim == 4 else t.unsqueeze(1) for t in tensors)
+def _attention_write(layer: Any, live: Live, n_rows: int) -> None:
+    if not n_rows:
+        return
+    keys, values = (t if t.ndim == 4 else t.unsqueeze(1) for _, t in live)
     # Releases before 5.0 initialise from the keys alone.
     wanted = len(inspect.signature(layer.lazy_initialization).parameters)
-    layer.lazy_initialization(*(keys, values)[:wanted])
+    layer.lazy_initialization(*(keys, values)[: 1 if wanted == 1 else 2])
     layer.keys, layer.values = keys, values
 
 
@@ -217,16 +278,16 @@ def _attention_cut(layer: Any, n_rows: int) -> None:
 # -- the same and the rows of an index [batch, rows, width], which some layers of a model have --------------------
 
 
-def _indexed_read(layer: Any) -> tuple[Any, ...]:
+def _indexed_read(layer: Any) -> Live:
     if getattr(layer, "indexer_position_ids", None) is not None:
         raise UnsupportedError("index rows with positions of their own are not supported yet")
-    index = (layer.indexer_keys,) if layer.is_indexer_initialized else ()
+    index = (("index", layer.indexer_keys),) if layer.is_indexer_initialized else ()
     return (*_attention_read(layer), *index) if _attention_rows(layer) else ()
 
 
-def _indexed_write(layer: Any, tensors: Sequence[Any]) -> None:
-    _attention_write(layer, tensors[:2])
-    for index in tensors[2:]:
+def _indexed_write(layer: Any, live: Live, n_rows: int) -> None:
+    _attention_write(layer, live[:2], n_rows)
+    for _, index in live[2:]:
         layer.lazy_initialization_indexer(index)
         layer.indexer_keys = index
 
@@ -240,8 +301,82 @@ def _indexed_cut(layer: Any, n_rows: int) -> None:
         layer.indexer_keys = layer.indexer_keys[:, :n_rows]
 
 
+# -- keys and values of the last rows ------------------------------------------------------------------------------
+
+
+def _window_rows(layer: Any) -> int:
+    return int(layer.cumulative_length)
+
+
+def _window_read(layer: Any) -> Live:
+    return (("k", layer.keys), ("v", layer.values)) if layer.cumulative_length else ()
+
+
+def _window_write(layer: Any, live: Live, n_rows: int) -> None:
+    _attention_write(layer, live, n_rows)
+    layer.cumulative_length = n_rows
+
+
+def _window_cut(layer: Any, n_rows: int) -> None:
+    seen = int(layer.cumulative_length)
+    if n_rows >= seen:
+        return
+    first = seen - int(layer.keys.shape[-2])
+    if n_rows and first > max(0, n_rows - layer.sliding_window + 1):
+        raise UnsupportedError(
+            f"a window of {layer.sliding_window} does not hold the rows before position {n_rows} any more",
+            expected=f"0 or {first + layer.sliding_window - 1} to {seen}", found=n_rows,
+        )  # fmt: skip
+    _attention_cut(layer, n_rows - first if n_rows else 0)
+    layer.cumulative_length = n_rows
+
+
+# -- states that every pass makes anew, alone or beside keys and values; layers that keep nothing -----------------
+
+
+def _no_rows(_: Any) -> int | None:
+    return None
+
+
+def _linear_write(layer: Any, live: Live, _: int) -> None:
+    linear_write(layer, live)
+
+
+def _states_cut(layer: Any, n_rows: int) -> None:
+    if kind_of(layer, 0).rows(layer) == n_rows:
+        return
+    raise UnsupportedError(f"a {type(layer).__name__} cannot go back to {n_rows} positions: its states are made anew")
+
+
+def _beside(kind: LayerKind) -> LayerKind:
+    """Return how a layer of keys and values is handled that has states beside them."""
+
+    def read(layer: Any) -> Live:
+        return (*kind.read(layer), *linear_read(layer))
+
+    def write(layer: Any, live: Live, n_rows: int) -> None:
+        kind.write(layer, live[:2], n_rows)
+        linear_write(layer, live[2:])
+
+    kept = (*kind.kept, *STATES_KEPT)
+    return LayerKind(read, write, kind.rows, _states_cut, kind.drop, kept, STATES_COPIED)
+
+
+_DYNAMIC = LayerKind(_attention_read, _attention_write, _attention_rows, _attention_cut, _attention_cut)
+_WINDOW = LayerKind(
+    _window_read, _window_write, _window_rows, _window_cut,
+    kept=("keys", "values", "cumulative_length", "is_initialized"),
+)  # fmt: skip
+
 KINDS: dict[str, LayerKind] = {
-    "DynamicLayer": LayerKind(_attention_read, _attention_write, _attention_rows, _attention_cut),
-    "DynamicIndexedLayer": LayerKind(_indexed_read, _indexed_write, _attention_rows, _indexed_cut),
+    "DynamicLayer": _DYNAMIC,
+    "DynamicIndexedLayer": LayerKind(_indexed_read, _indexed_write, _attention_rows, _indexed_cut, _indexed_cut),
+    "DynamicSlidingWindowLayer": _WINDOW,
+    "LinearAttentionLayer": LayerKind(
+        linear_read, _linear_write, _no_rows, _states_cut, kept=STATES_KEPT, copied=STATES_COPIED
+    ),
+    "LinearAttentionAndFullAttentionLayer": _beside(_DYNAMIC),
+    "LinearAttentionAndSlidingWindowAttentionLayer": _beside(_WINDOW),
+    "DummyLayer": LayerKind(lambda _: (), lambda *_: None, _no_rows, lambda *_: None),
 }
 """How each class of `transformers.cache_utils` is handled, by its name."""

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 
-from kvsnap.engines._tf_geometry import INDEXED, attentions_of, geometry_of
-from kvsnap.engines._tf_layers import Geometry, check_layer, kind_of, numpy_view, rows_of
+from kvsnap.engines._tf_caches import CacheKind, cache_kind
+from kvsnap.engines._tf_geometry import attentions_of, geometry_of
+from kvsnap.engines._tf_layers import check_layer, kind_of, learned, numpy_view, rows_of
+from kvsnap.engines._tf_parts import Geometry
 from kvsnap.errors import InputError, UnsupportedError
 
 __all__ = ["Model", "recognises"]
+
+_ELSEWHERE = {
+    "recurrent_gemma": "keeps its recurrent states in its own modules, where no cache reaches them",
+    "rwkv": "keeps its state in a list of its own, which cannot be handed back to generate",
+}
+"""Families whose state is out of reach, and why."""
+_STATEFUL = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "recurrent")
+"""Types of layers that need a cache layer for their states."""
 
 
 def recognises(model: object) -> bool:
@@ -22,40 +32,48 @@ def recognises(model: object) -> bool:
     return ("transformers", "PreTrainedModel") in names or ("peft", "PeftModel") in names
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Model:
-    """A supported model: the module that is called, its text settings, and how its forward wants to be called."""
+    """A supported model: the module that is called, its text settings, and how its forward wants to be called.
+
+    `geometry` is what each layer keeps, as far as it is known; the first pass tells the rest.
+    """
 
     module: Any
     config: Any
     cache_keyword: str
     keeps_logits: bool
+    takes_positions: bool
     geometry: tuple[Geometry, ...]
     vocab_size: int
     context_limit: int | None
+    cache: CacheKind
+    cache_options: Mapping[str, Any]
 
     @staticmethod
-    def of(model: Any) -> Model:
+    def of(model: Any, cache: str = "dynamic", cache_options: Mapping[str, Any] | None = None) -> Model:
         """Look at a model. Raise `UnsupportedError` naming what in it is not supported."""
+        kind, options = cache_kind(cache, cache_options or {}), dict(cache_options or {})
         module = _inside_peft(model)
         config = module.config.get_text_config(decoder=True)
         parameters = inspect.signature(type(module).forward).parameters
-        keyword = next((name for name in ("cache", "past_key_values") if name in parameters), None)
+        layers = _refuse_unsupported(module, config, kind, options)
+        names = ("cache", "past_key_values", "cache_params")
+        keyword = next((name for name in names if name in parameters), None)
         if keyword is None:
             raise UnsupportedError(
-                f"{type(module).__name__}.forward takes no cache", expected="cache or past_key_values", found="neither"
+                f"{type(module).__name__}.forward takes no cache", expected=" or ".join(names), found="none of them"
             )
-        layers = _refuse_unsupported(module, config)
         geometry = geometry_of(module, config, layers)
         limit = getattr(config, "max_position_embeddings", None)
         return Model(
-            module, config, keyword, "logits_to_keep" in parameters, geometry, int(config.vocab_size),
-            None if limit is None else int(limit),
+            module, config, keyword, "logits_to_keep" in parameters, "position_ids" in parameters, geometry,
+            int(config.vocab_size), None if limit is None else int(limit), kind, options,
         )  # fmt: skip
 
     def fresh_cache(self) -> Any:
         """Return a cache that holds nothing."""
-        return _fresh_cache(self.module)
+        return self.cache.make(self.module, self.cache_options)
 
     def dtype(self) -> Any:
         """Return the torch dtype that the weights are in now, which is that of the cache."""
@@ -71,8 +89,13 @@ class Model:
             blocks = [found[index] for index in range(count)] if set(range(count)) <= found.keys() else ()
         return [_device(block, self.module.device) for block in blocks] or [self.module.device] * count
 
-    def evaluate(self, cache: Any, ids: Sequence[int]) -> npt.NDArray[Any]:
-        """Evaluate ids behind what `cache` holds, in place; return the logits of the last one, `[vocab]`, as a copy."""
+    def evaluate(
+        self, cache: Any, ids: Sequence[int], n_rows: int, positions: Sequence[int] | None = None
+    ) -> npt.NDArray[Any]:
+        """Evaluate ids behind the `n_rows` that `cache` holds, in place; return the last logits `[vocab]`, as a copy.
+
+        `positions` are theirs, where they are not simply the next ones.
+        """
         import torch
 
         if self.module.training:
@@ -83,28 +106,35 @@ class Model:
         embedding = self.module.get_input_embeddings()
         # no_grad and not inference_mode: the cache must stay usable by the user's own calls.
         with torch.inference_mode(False), torch.no_grad():
-            given = torch.tensor([list(ids)], dtype=torch.long, device=_device(embedding, self.module.device))
-            before = rows_of(cache)
+            device = _device(embedding, self.module.device)
+            given = torch.tensor([list(ids)], dtype=torch.long, device=device)
+            if positions is not None:
+                if not self.takes_positions:
+                    raise UnsupportedError(f"{type(self.module).__name__}.forward takes no position_ids")
+                options["position_ids"] = torch.tensor([list(positions)], dtype=torch.long, device=device)
             found = self.module(input_ids=given, **options).logits[0, -1]
-            self._check_rows(cache, before, len(ids))
+            self.check(cache, n_rows + len(ids))
             own = torch.empty(found.shape, dtype=found.dtype, device="cpu")
             own.copy_(found)
         return numpy_view(own)
 
-    def _check_rows(self, cache: Any, before: Sequence[int], count: int) -> None:
+    def check(self, cache: Any, n_rows: int) -> None:
+        """Learn what a cache that has seen `n_rows` positions tells; raise `UnsupportedError` where it does not fit."""
         found = rows_of(cache)
         if len(found) != len(self.geometry):
             raise UnsupportedError(
                 "the model does not keep one cache layer for each layer", expected=len(self.geometry), found=len(found)
             )
-        for index, rows in enumerate(found):
-            first = index >= len(before) or before[index] == 0
-            expected = count if first else before[index] + count
-            if rows != expected:
+        geometry = list(self.geometry)
+        for index, (rows, layer) in enumerate(zip(found, cache.layers, strict=True)):
+            if rows is not None and rows != n_rows:
                 raise UnsupportedError(
-                    f"layer {index} does not keep a row for each token", expected=f"{expected} rows", found=rows
+                    f"layer {index} does not keep a row for each token", expected=f"{n_rows} rows", found=rows
                 )
-            check_layer(cache.layers[index], index, self.geometry[index], rows)
+            if n_rows:
+                geometry[index] = learned(layer, index, geometry[index])
+            check_layer(layer, index, geometry[index], n_rows)
+        self.geometry = tuple(geometry)
 
 
 def _inside_peft(model: Any) -> Any:
@@ -116,32 +146,25 @@ def _inside_peft(model: Any) -> Any:
     return model.get_base_model()
 
 
-def _fresh_cache(module: Any) -> Any:
-    import transformers
-
-    return transformers.DynamicCache(config=module.config)
-
-
-def _refuse_unsupported(module: Any, config: Any) -> list[Any]:
+def _refuse_unsupported(module: Any, config: Any, cache: CacheKind, options: Mapping[str, Any]) -> list[Any]:
     """Raise `UnsupportedError` naming what is not supported; return the layers of an empty cache, [] before 5.0."""
+    if config.model_type in _ELSEWHERE:
+        raise UnsupportedError(f"{config.model_type} {_ELSEWHERE[config.model_type]}")
     if not module.can_generate():
         raise UnsupportedError(f"{type(module).__name__} does not generate text: it has no language model head")
     if getattr(module.config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{config.model_type} is an encoder-decoder, which is not supported yet")
-    layers = _fresh_cache(module).layers
+    supports = getattr(module, "_supports_default_dynamic_cache", None)
+    if supports is not None and not supports():
+        raise UnsupportedError(f"{config.model_type} keeps a cache of its own kind, which is not supported")
+    layers = cache.make(module, options).layers
     for index, layer in enumerate(layers):
         kind_of(layer, index)
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in ("full_attention", *INDEXED):
-            raise UnsupportedError(f"layer {index} is of the type {kind}, which is not supported yet")
-    if layers and len(layers) != config.num_hidden_layers:
-        raise UnsupportedError(
-            f"{config.model_type} does not keep one cache layer for each layer",
-            expected=config.num_hidden_layers, found=len(layers),
-        )  # fmt: skip
-    supports = getattr(module, "_supports_default_dynamic_cache", None)
-    if getattr(module, "_is_stateful", False) or (supports is not None and not supports()):
-        raise UnsupportedError(f"{config.model_type} keeps a state of its own beside the cache, which is not supported")
+        if kind in _STATEFUL and not (index < len(layers) and hasattr(layers[index], "recurrent_states")):
+            raise UnsupportedError(
+                f"layer {index} is of the type {kind}, which this release keeps no layer of cache for"
+            )
     if any(hasattr(part, "rope_deltas") for part in module.modules()):
         raise UnsupportedError(f"{config.model_type} counts positions in several dimensions: not supported yet")
     return list(layers)

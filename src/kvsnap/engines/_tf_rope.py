@@ -77,15 +77,8 @@ def _check(model: Model, ropes: Sequence[Rope | None]) -> None:
 
 
 def _alone(model: Model, position: int) -> tuple[Layer, ...]:
-    import torch
-
-    cache, device = model.fresh_cache(), model.module.get_input_embeddings().weight.device
-    token = model.vocab_size // 2
-    with torch.inference_mode(False), torch.no_grad():
-        model.module(
-            input_ids=torch.tensor([[token]], device=device), position_ids=torch.tensor([[position]], device=device),
-            use_cache=True, **{model.cache_keyword: cache},
-        )  # fmt: skip
+    cache, token = model.fresh_cache(), model.vocab_size // 2
+    model.evaluate(cache, [token], 0, [position])
     line = Line((token,), (Run("prompt", 1),), 1)
     return read_layers(model, cache, line, 0, 0, dtype_of(model.dtype(), "the cache"))
 

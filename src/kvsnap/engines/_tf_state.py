@@ -10,18 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.errors import ContextError, InputError
-from kvsnap.layout import Run, RunKind, SamplerState, join_runs
+from kvsnap.layout import PositionRun, Run, RunKind, SamplerState, cut_positions, join_positions, join_runs
 
-__all__ = ["Line", "Live", "check_ids", "check_room"]
+__all__ = ["Line", "Live", "check_ids", "check_positions", "check_room", "straightened"]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     """One sequence: its ids, of which the last `n_pending` are not evaluated, and the logits behind the last row.
 
-    `select` are the rows of the cache that belong to it, in order; None: the first `n_rows`. `tokens` may be fewer than
-    `n_rows + n_pending` where a foreign file kept the last ids only. `again` is True when the first pending id had been
-    evaluated before: it takes a pass of its own, as a step does, so that what follows it is split as it was.
+    `positions` are those of the rows, () for 0, 1, ...; `offset` is the one that is evaluated next, None for the one
+    behind them. `select` are the columns of the cache that belong to it, in order; None: the first `n_rows`. `tokens`
+    may be fewer than `n_rows + n_pending` where a foreign file kept the last ids only. `again` is True when the first
+    pending id had been evaluated before: it takes a pass of its own, as a step does, so that what follows it is split
+    as it was.
     """
 
     tokens: tuple[int, ...] = ()
@@ -31,11 +33,25 @@ class Line:
     logits: npt.NDArray[Any] | None = None
     select: tuple[int, ...] | None = None
     again: bool = False
+    positions: tuple[PositionRun, ...] = ()
+    offset: int | None = None
 
     @property
-    def positions(self) -> int:
+    def taken(self) -> int:
         """Positions taken, evaluated or not."""
         return self.n_rows + self.n_pending
+
+    @property
+    def next_position(self) -> int:
+        """The position that is evaluated next."""
+        if self.offset is not None:
+            return self.offset
+        return self.positions[-1].start + self.positions[-1].count if self.positions else self.n_rows
+
+    @property
+    def position_runs(self) -> tuple[PositionRun, ...]:
+        """The positions of the rows."""
+        return self.positions or ((PositionRun(0, self.n_rows),) if self.n_rows else ())
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -50,25 +66,44 @@ class Line:
             n_pending=self.n_pending + len(ids),
         )
 
-    def evaluated(self, logits: npt.NDArray[Any]) -> Line:
-        """Return the sequence with nothing pending."""
-        return replace(self, n_rows=self.positions, n_pending=0, logits=logits, again=False)
+    def evaluated(self, logits: npt.NDArray[Any], positions: Sequence[int] | None = None) -> Line:
+        """Return the sequence with nothing pending; `positions` are those that were evaluated, None: the next ones."""
+        if positions is None and not self.positions and self.offset is None:
+            return replace(self, n_rows=self.taken, n_pending=0, logits=logits, again=False)
+        new = tuple(PositionRun(p, 1) for p in positions or self.pending_positions)
+        runs = join_positions(self.position_runs, new)
+        return replace(
+            self, n_rows=self.taken, n_pending=0, logits=logits, again=False, positions=straightened(runs), offset=None
+        )
+
+    @property
+    def pending_positions(self) -> tuple[int, ...]:
+        """The positions that what is pending will be evaluated at."""
+        return tuple(range(self.next_position, self.next_position + self.n_pending))
 
     def without_last_row(self) -> Line:
         """Return the sequence with its last evaluated id pending again."""
+        runs = cut_positions(self.positions, self.n_rows - 1)
+        last = self.positions[-1].start + self.positions[-1].count - 1 if self.positions else None
         return replace(
             self, n_rows=self.n_rows - 1, n_pending=self.n_pending + 1, logits=None, again=True,
-            select=None if self.select is None else self.select[:-1],
+            select=None if self.select is None else self.select[:-1], positions=straightened(runs), offset=last,
         )  # fmt: skip
+
+
+def straightened(runs: Sequence[PositionRun]) -> tuple[PositionRun, ...]:
+    """Return position runs, () for those that count from 0 without a jump."""
+    return () if len(runs) == 1 and runs[0].start == 0 else tuple(runs)
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A cache, the sequences in it (one for each row of the batch), and the sampler."""
+    """A cache, the sequences in it (one for each row of the batch), the sampler, and what the cache looked like."""
 
     cache: Any
     lines: tuple[Line, ...]
     sampler: SamplerState
+    marks: tuple[object, ...]
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, first: int) -> tuple[int, ...]:
@@ -98,3 +133,19 @@ def check_room(taken: int, more: int, limit: int | None) -> None:
             f"the sequence would take {taken + more} positions, the context of this model holds {limit}",
             expected=f"at most {limit}", found=taken + more,
         )  # fmt: skip
+
+
+def check_positions(positions: Sequence[int] | None, count: int, limit: int | None) -> tuple[int, ...] | None:
+    """Return positions given for `count` ids; raise `InputError` unless each is a whole number from 0 on."""
+    if positions is None:
+        return None
+    values = np.asarray(positions)
+    given = tuple(values.tolist()) if values.ndim == 1 and values.dtype.kind in "iu" else ()
+    if len(given) != count or min(given, default=0) < 0:
+        raise InputError("positions must be one whole number from 0 on for each id", expected=count, found=given[:8])
+    if given and limit is not None and max(given) >= limit:
+        raise ContextError(
+            f"position {max(given)} is outside the context of this model, {limit}",
+            expected=f"below {limit}", found=max(given),
+        )  # fmt: skip
+    return given

@@ -11,10 +11,11 @@ from kvsnap.protocols import Engine
 __all__ = ["connect"]
 
 
-def connect(model: Any, tokenizer: Any = None) -> Engine:
+def connect(model: Any, tokenizer: Any = None, **options: Any) -> Engine:
     """Return an engine for a live model: a transformers causal language model (an engine is returned as it is).
 
-    `tokenizer` is the model's own; without one, prompts are token ids. Raise `UnsupportedError` for anything else.
+    `tokenizer` is the model's own; without one, prompts are token ids. `options` are those of the engine, as
+    `cache="static"` (docs/engines.md). Raise `UnsupportedError` for anything else.
     """
     if isinstance(model, Engine):
         return model
@@ -22,7 +23,7 @@ def connect(model: Any, tokenizer: Any = None) -> Engine:
         from kvsnap.engines.transformers import TransformersEngine, recognises  # needs the extra
 
         if recognises(model):
-            return TransformersEngine(model, tokenizer)
+            return TransformersEngine(model, tokenizer, **options)
     raise UnsupportedError(
         "no engine recognises this model",
         expected="a transformers causal language model, or an engine",

@@ -1,0 +1,133 @@
+"""The live state of a transformers engine: what it holds, how it changes as a whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from kvsnap.engines._tf_layers import Undo, marks_of, rows_of
+from kvsnap.engines._tf_model import Model
+from kvsnap.engines._tf_state import Line, Live, check_room
+from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.layout import SamplerState
+from kvsnap.protocols import Progress
+from kvsnap.sampling import start
+
+__all__ = ["LiveState", "live_of"]
+
+
+def live_of(cache: Any, lines: tuple[Line, ...], sampler: SamplerState) -> Live:
+    """Return a state as it is now."""
+    return Live(cache, lines, sampler, marks_of(cache))
+
+
+class LiveState:
+    """A model, the cache that it fills, the sequences in it and the sampler."""
+
+    def __init__(self, model: Model, prefill_step: int) -> None:
+        self.forwards = 0
+        self.evaluated = 0
+        self._model = model
+        self._step = prefill_step
+        self._live = live_of(model.fresh_cache(), (Line(),), start())
+        self._undo: tuple[Live, Undo] | None = None
+
+    @property
+    def sampler(self) -> SamplerState:
+        return self._live.sampler
+
+    @sampler.setter
+    def sampler(self, state: SamplerState) -> None:
+        self._live = replace(self._live, sampler=state)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self._line().tokens
+
+    @property
+    def n_rows(self) -> int:
+        return self._line().n_rows
+
+    @property
+    def n_pending(self) -> int:
+        return self._line().n_pending
+
+    @property
+    def context_limit(self) -> int | None:
+        return self._model.context_limit
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
+    def cache(self) -> Any:
+        """The live cache object, for the user's own `generate`; what that call adds is handed back with `adopt`."""
+        self._mend()
+        return self._live.cache
+
+    def _line(self) -> Line:
+        lines = self._live.lines
+        if len(lines) > 1:
+            raise UnsupportedError(
+                f"this engine holds a batch of {len(lines)} sequences; capture(row=...) one and install it to go on"
+            )
+        return lines[0]
+
+    def _mend(self) -> None:
+        # What a pass left behind that failed or was interrupted, this clean-up itself included. A change is published
+        # by one assignment to `_live`; until then the state is the one that the change began with.
+        if self._undo is not None and self._undo[0] is self._live:
+            self._undo[1].put_back()
+            self._live = replace(self._live, marks=marks_of(self._live.cache))
+        self._undo = None
+
+    def _current(self) -> Live:
+        """Return the live state, checked to be what this engine left."""
+        self._mend()
+        live = self._live
+        if live.marks != marks_of(live.cache):
+            counted = [rows for rows in rows_of(live.cache) if rows is not None]
+            raise InputError(
+                "the live cache was changed outside the engine; hand it back with adopt()",
+                expected=f"{live.lines[0].n_rows} rows", found=f"{max(counted, default=0)} rows",
+            )  # fmt: skip
+        return live
+
+    @contextmanager
+    def _change(self) -> Iterator[tuple[Live, Line]]:
+        """Yield the state for a change in place; what is not published with `_publish` is put back as it was."""
+        live, line = self._current(), self._line()
+        self._undo = (live, Undo(live.cache))
+        try:
+            yield live, line
+        finally:
+            self._mend()
+
+    def _publish(self, line: Line, sampler: SamplerState) -> None:
+        self._live = live_of(self._live.cache, (line,), sampler)
+
+    def _evaluate(
+        self, cache: Any, line: Line, progress: Progress | None = None, positions: Sequence[int] | None = None
+    ) -> Line:
+        ids, total = line.pending, line.n_pending
+        if positions is not None:
+            positions = (*line.pending_positions[: total - len(positions)], *positions)
+        elif line.positions or line.offset is not None:
+            positions = line.pending_positions
+        logits = line.logits
+        alone = int(line.again)
+        for first in (*range(alone), *range(alone, total, self._step)):
+            part = ids[first : first + (self._step if first or not alone else 1)]
+            places = None if positions is None else positions[first : first + len(part)]
+            logits = self._model.evaluate(cache, part, line.n_rows + first, places)
+            self.forwards += 1
+            self.evaluated += len(part)
+            if progress is not None:
+                progress(first + len(part), total)
+        return line if logits is None or not total else line.evaluated(logits, positions)
+
+    def _check_room(self, line: Line, more: int) -> None:
+        check_room(max(line.taken, line.next_position + line.n_pending), more, self.context_limit)

@@ -1,0 +1,52 @@
+"""Layers of linear attention: convolution and recurrent states, which every pass makes anew.
+
+Releases from 5.13 on number the states of a layer, those before have one of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["COPIED", "KEPT", "linear_read", "linear_write"]
+
+COPIED = ("conv_states", "recurrent_states")
+"""What a pass writes over in place."""
+KEPT = (*COPIED, "is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
+"""What a pass changes."""
+
+
+def linear_read(layer: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the states of a layer `[batch, ...]` with their roles, `conv` and `recurrent`; () while it has none."""
+    return tuple(_states(layer))
+
+
+def _states(layer: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(layer.conv_states, dict):
+        if layer.has_previous_state:
+            for role, states in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+                if states is not None:
+                    yield role, states
+        return
+    for number in layer.conv_states:
+        if layer.has_previous_state[number]:
+            for role, numbered in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+                if numbered[number] is not None:
+                    yield role, numbered[number]
+
+
+def linear_write(layer: Any, live: tuple[tuple[str, Any], ...]) -> None:
+    """Make states the content of a layer that holds none."""
+    seen = {"conv": -1, "recurrent": -1}
+    for role, states in live:
+        seen[role] += 1
+        number = seen[role]
+        name = f"{role}_states"
+        if isinstance(layer.conv_states, dict):
+            layer.lazy_initialization(**{name: states}, state_idx=number)
+            getattr(layer, name)[number] = states
+            layer.has_previous_state[number] = True
+        else:
+            layer.lazy_initialization(**{name: states})
+            setattr(layer, name, states)
+            layer.has_previous_state = True
