@@ -291,15 +291,27 @@ _MUST_BE_KNOWN = frozenset({"architecture", "weights", "dtype", "engine"})
 
 
 def compare(
-    saved: Identity, found: Identity, *, accept: Sequence[str] = (), needed: int = 0, limit: int | None = None
+    saved: Identity,
+    found: Identity,
+    *,
+    accept: Sequence[str] = (),
+    needed: int = 0,
+    limit: int | None = None,
+    shard: str = "",
 ) -> Compatibility:
     """Compare what a snapshot was made with against what an engine is, field by field.
 
     `accept` names fields whose difference the caller takes on: `weights`, `dtype`, `adapters`, ..., one setting
     (`config.rope_parameters.factor`, `quantisation.bits`) or some of the weights (`weights.layer 0`). Raise
-    `InputError` for a name that is no field.
+    `InputError` for a name that is no field. `shard` says which part of a whole was saved; an engine is taken to be for
+    the whole.
     """
     fields = [
+        *(
+            [FieldCheck("shard", "differ", "fatal", shard, "an engine for the whole (join the shards)")]
+            if shard
+            else []
+        ),
         # What explains most comes first: another dtype or configuration changes the digest of every weight too.
         _text("architecture", saved.architecture, found.architecture),
         _text("dtype", saved.cache_dtype, found.cache_dtype),
@@ -313,7 +325,7 @@ def compare(
         *(_text(f"runtime.{n}", a, b, "exactness") for n, a, b in _joined(saved.runtime, found.runtime)),
         _text("chat_template", saved.chat_template, found.chat_template, "advice"),
     ]
-    roots = {"config", "runtime"} | {f.name.split(":", 1)[0].split(".", 1)[0] for f in fields}
+    roots = {"config", "runtime", "shard"} | {f.name.split(":", 1)[0].split(".", 1)[0] for f in fields}
     names = roots | {f.name for f in fields}
     for name in accept:
         if name not in names and not name.startswith(("config.", "weights.", "quantisation.", "cache_quantisation.")):

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvsnap.errors import InputError
 from kvsnap.identity import Identity
 from kvsnap.reach import Ends, Reach, Stop
-from kvsnap.tensors import DTYPES, ROLES, Layer, Source, Tensor, TensorSpec, dtype_name, numpy_dtype
+from kvsnap.tensors import DTYPES, ROLES, Layer, Shard, Source, Tensor, TensorSpec, dtype_name, numpy_dtype
 
 if TYPE_CHECKING:
     import os
@@ -37,6 +37,7 @@ __all__ = [
     "Run",
     "Sampler",
     "SamplerState",
+    "Shard",
     "Snapshot",
     "Source",
     "Tensor",
@@ -166,6 +167,7 @@ class Snapshot:
 
     `tokens` are all ids seen, `runs` tell which were prompt and which generated. `logits` (`[vocab]`, in the dtype of
     the model) belong to the last evaluated position. `metadata` is the user's. `source` keeps what a foreign file said.
+    `shard` tells which part of a whole this is; None: it is whole.
     """
 
     architecture: str = ""
@@ -183,6 +185,7 @@ class Snapshot:
     text: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
+    shard: Shard | None = None
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -326,6 +329,7 @@ class Snapshot:
             positions=positions,
             logits=None if cut_rows else self.logits,
             text=None,
+            shard=None if self.shard is None else self.shard.unproven(),
         )
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Any:

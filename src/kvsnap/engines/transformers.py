@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvsnap.editing import Rope
 from kvsnap.engines import _tf_text
 from kvsnap.engines._tf_adopt import lines_in, only_rows
 from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
@@ -17,6 +18,7 @@ from kvsnap.engines._tf_install import build_cache, check_snapshot
 from kvsnap.engines._tf_layers import cut, dtype_of
 from kvsnap.engines._tf_live import LiveState, live_of
 from kvsnap.engines._tf_model import Model, recognises
+from kvsnap.engines._tf_rope import rope_of
 from kvsnap.engines._tf_state import Line, check_ids, check_positions, check_room
 from kvsnap.errors import ConflictError, InputError
 from kvsnap.identity import Identity
@@ -186,6 +188,10 @@ class TransformersEngine(LiveState):
             lines = (replace(lines[0], select=None),)
             cut(cache, lines[0].n_rows)
         self._live, self._stamp = live_of(cache, lines, self._live.sampler), weights_stamp(self.model)
+
+    def rope(self) -> tuple[Rope | None, ...]:
+        """Return how each layer rotates its keys (None: not). `UnsupportedError` where that is not fixed or known."""
+        return rope_of(self._model)
 
     # -- identity and text -------------------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ def snapshot_of(file: NativeFile) -> Snapshot:
             "commit": file.commit.number,
             "complete": file.commit.complete,
         },
+        shard=file.shard(),
     )
 
 

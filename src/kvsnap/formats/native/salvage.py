@@ -152,6 +152,7 @@ class _Looking:
                 raise FormatError("STATE is not that of the last row", path=where.path, offset=entry.state)
             schema.parse_sampler(table.meta, where.path, payload)
             schema.parse_token_offset(table.meta, where.path, payload)
+            schema.parse_proof(table.meta, self.file.geometry.shard, where.path, payload)
             self._check_parts(where, Kind.STATE, table, payload, checked=checked)
         except _PartError as bad:
             return replace(turn, state_error=bad.error, state_tensor=bad.tensor)

@@ -167,6 +167,11 @@ def merged_geometry(now: Published, snapshot: Snapshot, path: str) -> schema.Geo
     new, old = schema.geometry_of(snapshot), now.geometry
     if now.is_empty:
         return new
+    if old.shard != new.shard:
+        raise CompatibilityError(
+            "the turns of a session are all of one shard", path=path,
+            expected=old.shard or "a whole snapshot", found=new.shard or "a whole snapshot",
+        )  # fmt: skip
     known = {spec.id: spec for spec in old.tensors}
     difference = schema.same_tensors(
         [s for s in old.tensors if s.role != "logits"], [s for s in new.tensors if s.role != "logits"]
