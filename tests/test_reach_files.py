@@ -116,3 +116,29 @@ def test_not_finite_values_are_told_by_their_row() -> None:
     (found,) = non_finite(snapshot)
     assert (found.row, found.nan) == (16, 1)
     assert non_finite(snapshot.truncate(21)) == (found,)
+
+
+def test_rows_long_before_a_window_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "long.kvsnap"
+    model = Model(("window8",))
+    with Session.open(path) as session:
+        for _ in range(12):
+            turn(session, model, 4, 0)
+        whole = session.load()
+    tensor = next(iter(whole.tensors()))
+    assert (tensor.start, tensor.n_rows) == (0, 48)
+    later = tensor.since(40)
+    assert (later.start, later.n_rows) == (40, 8)
+    assert tensor.since(42).start == 40
+    assert tensor.since(0).n_rows == 48
+    expected = tensor.array[..., 40:, :].copy()
+
+    # The first turn is damaged: what needs it says so, what does not is none the worse.
+    first = next(iter(kvsnap.load(path).tensors())).source.batch.slice(0, tensor.spec.id).source  # type: ignore[attr-defined]
+    data = bytearray(path.read_bytes())
+    data[first.offset] ^= 1
+    path.write_bytes(data)
+    damaged = next(iter(kvsnap.load(path).tensors()))
+    assert damaged.since(40).array.tobytes() == expected.tobytes()
+    with pytest.raises(kvsnap.KvsnapError, match=r"rows \[0, 4\)"):
+        _ = damaged.array

@@ -205,6 +205,17 @@ class Tensor:
         else:
             np.copyto(out, self._array)
 
+    def since(self, row: int) -> Tensor:
+        """Return the tensor without rows before `row`, as far as they are stored apart: what is not needed is not read.
+
+        It may begin before `row`, and is the tensor itself where its values are in memory or in one piece.
+        """
+        cut = getattr(self._values, "since", None) if self._array is None else None
+        if cut is None:
+            return self
+        source, start, n_rows = cut(row)
+        return Tensor(self.spec, source, start=start, n_rows=n_rows, bound=self.bound)
+
     def rows(self, start: int, stop: int) -> Tensor:
         """Return the rows `[start, stop)` as a view. `start` and `stop` count as `self.start` does."""
         if not self.start <= start <= stop <= self.start + self.n_rows:

@@ -17,7 +17,7 @@ from kvsnap.tensors import Pairing, RopeState
 __all__ = ["attentions_of", "geometry_of"]
 
 _WINDOWS_ONLY = ("cohere2", "dory", "exaone4", "exaone_moe", "flint", "kolibri1")
-"""Families, by the beginning of their names, that rotate the keys of their windows and of no other layer beside them."""
+"""Families, by the beginning of their names, that rotate the keys of their windows, and of no layer beside those."""
 
 _HALF, _INTERLEAVED = [-2.0, -3.0, 0.0, 1.0], [-1.0, 0.0, -3.0, 2.0]
 

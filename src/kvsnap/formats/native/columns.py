@@ -181,6 +181,16 @@ class JoinedSource:
         """True when reading span by span costs more than the bytes."""
         return int(self.column.stored.sum()) <= _SMALL * len(self.column.spans)
 
+    def since(self, row: int) -> tuple[JoinedSource, int, int]:
+        """Return the spans from the one that holds `row` on, the first row of those, and how many they hold."""
+        ends = self.column.starts + self.column.kept
+        first = min(int(np.searchsorted(ends, row, side="right")), len(ends) - 1)
+        c = self.column
+        column = _Column(
+            c.spans[first:], c.starts[first:], c.kept[first:], c.stored[first:], c.whole, c.bound
+        )  # fmt: skip
+        return JoinedSource(self.spec, self.batch, column), int(column.starts[0]), int(column.kept.sum())
+
     def array(self) -> Array:
         """Return the values in memory of their own, read-only."""
         out = np.empty(self.spec.shape_with(self.n_rows), dtype=numpy_dtype(self.spec.dtype))
