@@ -29,7 +29,7 @@ from kvsnap.formats.native.tables import (
     Entry,
     Operation,
 )
-from kvsnap.formats.native.turns import check_continues, merged_geometry, merged_identity, walk, write_turn
+from kvsnap.formats.native.turns import check_continues, check_input, merged_geometry, merged_identity, walk, write_turn
 from kvsnap.formats.native.vault import refuse_encrypted
 from kvsnap.formats.native.write import SaveReport, check_counts, report_of
 from kvsnap.identity import Identity
@@ -284,6 +284,9 @@ class Session(_Counts):
         codec_name = codecs.codec_of_name(codec or "exact").name
         now = self._now.restarted()
         check_continues(now, snapshot, lambda: self.tokens, self.path)
+        if not now.is_empty and snapshot.encoder_input is not None:
+            with closing(self._file()) as file:
+                check_input(file.snapshot(), snapshot, self.path)
         geometry, identity = merged_geometry(now, snapshot, self.path), merged_identity(now, snapshot)
         text = self._new_text(snapshot)
         with self._journal.writing() as writer:

@@ -24,7 +24,7 @@ from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress
 from kvsnap.records import RECORD_SIZE, FileHeader, Kind, ReadAt, commit_digest, read_record
 
-__all__ = ["check_continues", "merged_geometry", "merged_identity", "walk", "write_turn"]
+__all__ = ["check_continues", "check_input", "merged_geometry", "merged_identity", "walk", "write_turn"]
 
 
 def write_turn(
@@ -100,6 +100,28 @@ def check_continues(now: Published, snapshot: Snapshot, tokens: Callable[[], tup
     if differing:
         text = "; ".join(str(f) for f in differing[:4])
         raise CompatibilityError(f"the snapshot is of another model: {text}", path=path, report=report)
+
+
+def check_input(stored: Snapshot, snapshot: Snapshot, path: str) -> None:
+    """Refuse a snapshot of an encoder-decoder that was given another input: the ids of the decoder do not tell.
+
+    Where one of them does not know its input, the keys of the first layer that were made of it decide.
+    """
+    old, new = stored.encoder_input, snapshot.encoder_input
+    same = old == new
+    if old is None or new is None or not old.digest or not new.digest:
+        pair = [next((t for t in s.tensors() if t.role == "cross_k"), None) for s in (stored, snapshot)]
+        a, b = pair
+        same = (
+            a is not None
+            and b is not None
+            and (a.bound > 0 or (a.shape == b.shape and a.array.tobytes() == b.array.tobytes()))
+        )
+    if not same:
+        raise InputError(
+            "the snapshot does not continue the session: it is of another input of the encoder", path=path,
+            expected=old, found=new,
+        )  # fmt: skip
 
 
 def merged_geometry(now: Published, snapshot: Snapshot, path: str) -> schema.Geometry:
