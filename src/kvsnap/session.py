@@ -284,9 +284,7 @@ class Session(_Counts):
         codec_name = codecs.codec_of_name(codec or "exact").name
         now = self._now.restarted()
         check_continues(now, snapshot, lambda: self.tokens, self.path)
-        if not now.is_empty and snapshot.encoder_input is not None:
-            with closing(self._file()) as file:
-                check_input(file.snapshot(), snapshot, self.path)
+        check_input(now, snapshot, self._file)
         geometry, identity = merged_geometry(now, snapshot, self.path), merged_identity(now, snapshot)
         text = self._new_text(snapshot)
         with self._journal.writing() as writer:

@@ -21,6 +21,9 @@ __all__ = ["Model", "recognises"]
 
 _ELSEWHERE = {
     "recurrent_gemma": "keeps its recurrent states in its own modules, where no cache reaches them",
+    "reformer": "keeps hidden states and buckets in a ReformerDynamicCache, without keys and values",
+    "xlnet": "keeps the hidden states of earlier passes as mems, not keys and values",
+    "xlstm": "keeps its states in an xLSTMCache of its own, which is not supported",
     "rwkv": "keeps its state in a list of its own, which cannot be handed back to generate",
 }
 """Families whose state is out of reach, and why."""

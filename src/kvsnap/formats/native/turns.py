@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 
 from kvsnap.errors import CompatibilityError, DamagedError, FormatError, InputError
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.journal import Published
+from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.tables import (
     Commit,
     Entry,
@@ -102,11 +104,17 @@ def check_continues(now: Published, snapshot: Snapshot, tokens: Callable[[], tup
         raise CompatibilityError(f"the snapshot is of another model: {text}", path=path, report=report)
 
 
-def check_input(stored: Snapshot, snapshot: Snapshot, path: str) -> None:
+def check_input(now: Published, snapshot: Snapshot, opened: Callable[[], NativeFile]) -> None:
     """Refuse a snapshot of an encoder-decoder that was given another input: the ids of the decoder do not tell.
 
     Where one of them does not know its input, the keys of the first layer that were made of it decide.
     """
+    if not now.is_empty and snapshot.encoder_input is not None:
+        with closing(opened()) as file:
+            _check_input(file.snapshot(), snapshot, file.path)
+
+
+def _check_input(stored: Snapshot, snapshot: Snapshot, path: str | None) -> None:
     old, new = stored.encoder_input, snapshot.encoder_input
     same = old == new
     if old is None or new is None or not old.digest or not new.digest:
