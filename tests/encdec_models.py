@@ -27,8 +27,12 @@ _GEMMA = {
     "max_position_embeddings": 128, "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
+_LIKE_BART = (
+    "bart", "mbart", "pegasus", "m2m_100", "blenderbot", "blenderbot-small", "plbart", "mvp", "bigbird_pegasus",
+    "pegasus_x",
+)  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(["bart", "mbart", "pegasus", "m2m_100", "blenderbot", "blenderbot-small", "plbart", "mvp", "bigbird_pegasus", "pegasus_x"], _BART),
+    **dict.fromkeys(_LIKE_BART, _BART),
     **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), _T5),
     "marian": {**_BART, "decoder_vocab_size": VOCABULARY},
     "led": {
