@@ -21,7 +21,19 @@ import numpy.typing as npt
 from kvsnap.errors import InputError
 from kvsnap.identity import Identity
 from kvsnap.reach import Ends, Reach, Stop
-from kvsnap.tensors import DTYPES, ROLES, Layer, Shard, Source, Tensor, TensorSpec, dtype_name, numpy_dtype
+from kvsnap.tensors import (
+    DTYPES,
+    ROLES,
+    EncoderInput,
+    Layer,
+    Shard,
+    Source,
+    Tensor,
+    TensorSpec,
+    dtype_name,
+    encoder_input_of,
+    numpy_dtype,
+)
 
 if TYPE_CHECKING:
     import os
@@ -29,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "ROLES",
+    "EncoderInput",
     "Head",
     "Layer",
     "PositionRun",
@@ -238,6 +251,11 @@ class Snapshot:
     def bound(self) -> float:
         """Largest absolute error that storing may have put into any value; 0: exactly what the engine held."""
         return max((t.bound for t in self.tensors()), default=0.0)
+
+    @property
+    def encoder_input(self) -> EncoderInput | None:
+        """The name of the input that an encoder-decoder was given, None for other models. Reads two small tensors."""
+        return encoder_input_of(self.layers)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of every layer, in layer order (logits are apart)."""

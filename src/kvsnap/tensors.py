@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.errors import FormatError, InputError, UnsupportedError
 
 Array = npt.NDArray[Any]
 
@@ -379,3 +379,43 @@ class Shard:
 def _heads_of(tensor: Tensor) -> int:
     spec = tensor.spec
     return int(spec.shape[spec.axes.index("head")]) if "head" in spec.axes else 1
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInput:
+    """The name of what an encoder-decoder was given: its ids (() where it was no text), and a digest of all of it.
+
+    The digest is the XXH3-128 of names, dtypes, shapes and values, 16 bytes. Both are empty where a cache was taken
+    over and nobody said what it was made of.
+    """
+
+    tokens: tuple[int, ...] = ()
+    digest: bytes = b""
+
+    def __str__(self) -> str:
+        what = f"{len(self.tokens)} ids" if self.tokens else "features"
+        return f"{what}, digest {self.digest.hex()}" if self.digest else "not known"
+
+
+INPUT_NAMES = ("encoder.tokens", "encoder.digest")
+"""Names of the tensors of the first layer that hold it: int64 `[ids]` and uint8 `[bytes]`, role `other`, `static`."""
+
+
+def encoder_input_of(layers: Sequence[Layer]) -> EncoderInput | None:
+    """Return the name of the input that layers belong to, None without one.
+
+    Raise `FormatError` where it is not one, and what the tensors raise when they are damaged.
+    """
+    if not layers:
+        return None
+    own = {t.name: t for t in layers[0].tensors if t.role == "other" and t.name in INPUT_NAMES}
+    if len(own) != len(INPUT_NAMES):
+        return None
+    tokens, digest = (own[name] for name in INPUT_NAMES)
+    for tensor, dtype, lengths in ((tokens, "int64", range(1 << 40)), (digest, "uint8", (0, 16))):
+        if tensor.spec.dtype != dtype or len(tensor.shape) != 1 or tensor.shape[0] not in lengths:
+            raise FormatError(
+                f"{tensor.name} does not name an input", expected=f"{dtype} in one axis",
+                found=f"{tensor.spec.dtype}{list(tensor.shape)}",
+            )  # fmt: skip
+    return EncoderInput(tuple(tokens.array.tolist()), digest.array.tobytes())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.engines._tf_layers import copy_rows, dtype_of, kind_of, layer_at, tensors_of
+from kvsnap.engines._tf_layers import copy_rows, dtype_of, kind_of, layer_at, layers_of, tensors_of
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_parts import Part
 from kvsnap.engines._tf_state import Line
@@ -56,6 +56,8 @@ def _copy(
 
     `total` counts the columns that the layer has seen, those that left a window included.
     """
+    if part.growth == "static":
+        return 0, copy_rows(tensor, row, slice(None), -1)
     seen = columns[-1] + 1 if columns else 0
     if part.row_axis < 0 or part.growth == "replaced":
         if len(columns) and seen - columns[0] != len(columns):
@@ -83,7 +85,7 @@ def _copy(
 
 def live_dtype(cache: Any) -> str:
     """Return the name of the dtype of the rows in a cache, or "" while it holds none."""
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(layers_of(cache)):
         live = kind_of(layer, index).read(layer)
         if live and live[0][0] in ("k", "conv"):
             return dtype_of(live[0][1].dtype, "the cache")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvsnap.engines._tf_encoder import cross_parts
 from kvsnap.engines._tf_parts import Geometry, Part, heads, rows
 from kvsnap.errors import UnsupportedError
 from kvsnap.tensors import Pairing, RopeState
@@ -29,13 +30,18 @@ def geometry_of(module: Any, config: Any, layers: Sequence[Any]) -> tuple[Geomet
     """
     latent = attentions_of(module) if getattr(config, "kv_lora_rank", None) is not None else {}
     plain = _plain_attentions(module)
+    if getattr(module.config, "is_encoder_decoder", False):
+        return _of_decoder(module, config, layers, plain)
+    types = getattr(config, "layer_types", None) or ()
     count = len(layers) or len(latent) or int(config.num_hidden_layers)
     found = []
     for index in range(count):
         layer = layers[index] if layers else None
         if type(layer).__name__ == "DummyLayer":
             found.append(Geometry("none", 0, shares=_shared(module, index)))
-        elif type(layer).__name__ == "LinearAttentionLayer":
+        elif type(layer).__name__ == "LinearAttentionLayer" or (
+            layer is None and index < len(types) and types[index] == "linear_attention"
+        ):
             found.append(Geometry("recurrent", 0, open=True))
         elif getattr(config, "kv_lora_rank", None) is not None:
             if getattr(layer, "is_sliding", False):
@@ -44,6 +50,15 @@ def geometry_of(module: Any, config: Any, layers: Sequence[Any]) -> tuple[Geomet
         else:
             found.append(_plain(module, config, index, layer, plain.get(index)))
     return tuple(found)
+
+
+def _of_decoder(module: Any, config: Any, layers: Sequence[Any], plain: Mapping[int, Any]) -> tuple[Geometry, ...]:
+    # Settings of a decoder alone say it plainly; those of both have names of their own for its layers.
+    whole = config if getattr(module.config, "decoder", None) is not None else module.config
+    names = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
+    count = next(int(found) for name in names if (found := getattr(whole, name, None)) is not None)
+    own = [layers[index].own if index < len(layers) else None for index in range(count)]
+    return tuple(cross_parts(_plain(module, config, i, layer, plain.get(i))) for i, layer in enumerate(own))
 
 
 def attentions_of(module: Any) -> dict[int, Any]:

@@ -16,7 +16,7 @@ from kvsnap.layout import PositionRun, Snapshot
 from kvsnap.protocols import Progress
 from kvsnap.tensors import Layer, Tensor, read_all
 
-__all__ = ["build_cache", "check_snapshot"]
+__all__ = ["build_cache", "check_snapshot", "is_encoded"]
 
 _HELD_TWICE = 256 << 20
 
@@ -46,7 +46,7 @@ def check_snapshot(snapshot: Snapshot, model: Model, dtype: str, *, cast: bool) 
             expected=[model.vocab_size], found=list(snapshot.logits.shape),
         )  # fmt: skip
     line = _line_of(snapshot)
-    if n_rows == 0 and not snapshot.layers:
+    if n_rows == 0 and not is_encoded(snapshot) and (not snapshot.layers or model.encodes):
         return line
     if len(snapshot.layers) != len(model.geometry):
         raise CompatibilityError("wrong number of layers", expected=len(model.geometry), found=len(snapshot.layers))
@@ -54,7 +54,24 @@ def check_snapshot(snapshot: Snapshot, model: Model, dtype: str, *, cast: bool) 
         _check_layer(layer, geometry, index, dtype, n_rows, cast=cast)
         for tensor, part in pairs_of(layer, geometry):
             _check_held(tensor, part, f"layer {index} {part.role}", line.n_rows, n_rows)
+    _check_crossed(snapshot)
     return line
+
+
+def is_encoded(snapshot: Snapshot) -> bool:
+    """Tell whether a snapshot holds what the decoder uses of an encoded input."""
+    return any(tensor.role == "cross_k" for tensor in snapshot.tensors())
+
+
+def _check_crossed(snapshot: Snapshot) -> None:
+    """Refuse a snapshot whose layers hold unequal numbers of rows of the encoder's output."""
+    found = [(t.spec.layer, t.role, t.n_rows) for t in snapshot.tensors() if t.role in ("cross_k", "cross_v")]
+    for layer, role, count in found:
+        if not count or count != found[0][2]:
+            raise CompatibilityError(
+                f"layer {layer} {role}: another number of rows of the input than in layer 0",
+                expected=found[0][2] or "1 or more", found=count,
+            )  # fmt: skip
 
 
 def _check_positions(snapshot: Snapshot, model: Model) -> None:
@@ -163,7 +180,7 @@ def build_cache(
     Return it as a cache. Raise what the tensors raise when their bytes are damaged; nothing else has changed then.
     """
     cache = model.fresh_cache()
-    if n_rows == 0:
+    if n_rows == 0 and not is_encoded(snapshot):
         return cache
     wanted, layers = [], []
     for layer, device, geometry in zip(snapshot.layers, model.devices(), model.geometry, strict=True):

@@ -59,7 +59,7 @@ class Part:
     def learned(self, shape: Sequence[int], dtype: str) -> Part:
         """Return the part with the sizes that a live tensor shows, without its batch axis."""
         sizes = tuple(0 if axis == self.row_axis else int(length) for axis, length in enumerate(shape))
-        return replace(self, sizes=sizes, dtype="" if self.growth in ("grow", "window") and not self.dtype else dtype)
+        return replace(self, sizes=sizes, dtype=dtype if self.dtype or self.row_axis < 0 else "")
 
 
 def heads(

@@ -191,8 +191,14 @@ def load_model(
 
 
 def _load_weights(source: ModelSource, path: Path | None, dtype: str | None, attention: str | None, torch: Any) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    # For some of them transformers would load the decoder alone, which is another model.
+    if getattr(_from_pretrained(AutoConfig, source, path), "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"{source.name} is an encoder-decoder: load it with its own class and give it to kvsnap.connect",
+            expected="a causal language model", found="an encoder-decoder",
+        )  # fmt: skip
     options: dict[str, Any] = {"dtype": "auto" if dtype is None else getattr(torch, dtype)}
     if attention is not None:
         options["attn_implementation"] = attention
