@@ -7,13 +7,14 @@ that leaves something out is worse than none.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvsnap.engines._tf_compressed import COMPRESSED, with_index
+from kvsnap.engines._tf_kinds import Live, LayerKind
 from kvsnap.engines._tf_parts import Geometry, Part, state
 from kvsnap.engines._tf_states import COPIED as STATES_COPIED
 from kvsnap.engines._tf_states import KEPT as STATES_KEPT
@@ -39,37 +40,14 @@ __all__ = [
 ]
 
 _DTYPES = ("float32", "float16", "bfloat16")
-Live = tuple[tuple[str, Any], ...]
-"""The live tensors of a layer, each with its role. The roles of rows are those of keys and values, `k` and `v`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKind:
-    """How one class of cache layer is handled.
-
-    `read(layer)` returns the live tensors `[batch, ...]` with their roles, in the order of the parts, or () while it
-    holds nothing; `write(layer, live, n_rows)` makes such tensors the content of an empty layer without a copy;
-    `rows(layer)` counts the positions it has seen, None where it does not; `cut(layer, rows)` drops the positions
-    behind, allocates nothing, may be called twice, and raises `UnsupportedError` where the layer cannot.
-
-    To undo a pass that failed, `drop(layer, rows)` takes away the rows that it added, where there is one, and what the
-    attributes `kept` referred to is put back; of those that a pass writes over in place, `copied`, a copy is kept.
-    """
-
-    read: Callable[[Any], Live]
-    write: Callable[[Any, Live, int], None]
-    rows: Callable[[Any], int | None]
-    cut: Callable[[Any, int], None]
-    drop: Callable[[Any, int], None] | None = None
-    kept: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
 
 
 def kind_of(layer: Any, index: int) -> LayerKind:
     """Return how a cache layer is handled; raise `UnsupportedError` naming the class where it is not known."""
     cls = type(layer)
-    if cls.__module__ == "transformers.cache_utils" and cls.__name__ in KINDS:
-        return KINDS[cls.__name__]
+    kind = KINDS.get(cls.__name__)
+    if kind is not None and cls.__module__ == kind.module:
+        return kind
     raise UnsupportedError(
         f"layer {index} is a {cls.__name__}, which is not supported yet",
         expected=" or ".join(KINDS), found=cls.__name__,
@@ -142,13 +120,18 @@ def _kept(value: Any, copied: bool) -> Any:
 
 def tensors_of(layer: Any, index: int, geometry: Geometry) -> Live:
     """Return the live tensors of a layer with the roles and axes that its geometry tells; () while it holds nothing."""
+    import torch
+
     live = kind_of(layer, index).read(layer)
     named = []
     for place, (role, tensor) in enumerate(live):
         part = geometry.parts[place] if place < len(geometry.parts) else None
         # transformers gives the rows of latent attention an axis of one head.
         bare = part is not None and "head" not in part.axes and tensor.ndim == 4 and tensor.shape[1] == 1
-        named.append((role if part is None else part.role, tensor[:, 0] if bare else tensor))
+        tensor = tensor[:, 0] if bare else tensor
+        if part is not None and part.dtype and part.held and not tensor.numel():
+            tensor = tensor.to(getattr(torch, part.dtype))  # of what is not there yet a layer knows no dtype
+        named.append((role if part is None else part.role, tensor))
     return tuple(named)
 
 
@@ -169,10 +152,11 @@ def check_layer(layer: Any, index: int, geometry: Geometry, n_rows: int) -> None
         )
     for part, (_, tensor) in zip(parts, live, strict=False):
         _check_tensor(index, part, tensor, n_rows)
-        if part.row_axis >= 0 and tensor.dtype != live[0][1].dtype:
+        wanted = part.dtype or str(live[0][1].dtype).removeprefix("torch.")
+        if part.row_axis >= 0 and str(tensor.dtype).removeprefix("torch.") != wanted:
             raise UnsupportedError(
-                f"layer {index} keeps {part.role} in another dtype than {parts[0].role}",
-                expected=live[0][1].dtype, found=tensor.dtype,
+                f"layer {index} keeps {part.role} in another dtype than its settings say",
+                expected=wanted, found=str(tensor.dtype).removeprefix("torch."),
             )  # fmt: skip
 
 
@@ -378,5 +362,7 @@ KINDS: dict[str, LayerKind] = {
     "LinearAttentionAndFullAttentionLayer": _beside(_DYNAMIC),
     "LinearAttentionAndSlidingWindowAttentionLayer": _beside(_WINDOW),
     "DummyLayer": LayerKind(lambda _: (), lambda *_: None, _no_rows, lambda *_: None),
+    "MiniMaxM3VLSparseCacheLayer": with_index(_DYNAMIC),
+    **COMPRESSED,
 }
-"""How each class of `transformers.cache_utils` is handled, by its name."""
+"""How each class of cache layer is handled, by its name."""
