@@ -8,10 +8,10 @@ and a second set of all of it for their index. How many rows of each there are f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from kvsnap.engines._tf_kinds import LayerKind, Live
-from kvsnap.engines._tf_parts import Geometry, Part, heads, rows
+from kvsnap.engines._tf_parts import Geometry, Part, heads
 from kvsnap.errors import CompatibilityError, UnsupportedError
 from kvsnap.tensors import Pairing, RopeState
 
@@ -60,27 +60,25 @@ def compressed_geometry(
     parts = list(pair)
     for name, one in sets.items():
         turned: tuple[RopeState, Pairing] = rope if name == "compressor" else ("unknown", "")
-        parts.append(_part(_ROWS[name], int(one.head_dim), int(one.compress_rate), "grow", *turned))
+        width, group = int(one.head_dim), int(one.compress_rate)
+        parts.append(
+            Part(
+                _ROWS[name], ("row", "dim"), (0, width), tokens_per_row=group, group=group,
+                rope=turned[0], pairing=turned[1],
+            )
+        )  # fmt: skip
     for one in sets.values():
-        parts += [_part("buffer", int(p.out_features), int(one.compress_rate), "rest") for p in _projections(one)]
+        widths = (int(projection.out_features) for projection in (one.kv_proj, one.gate_proj))
+        parts += [_replaced("buffer", width, int(one.compress_rate), "rest") for width in widths]
     if hasattr(layer, _LAST[0]):
         for one in sets.values():
             dtypes = ("", _gate_dtype(one))
-            parts += [_part("overlap", int(one.head_dim), int(one.compress_rate), "last", dtype=d) for d in dtypes]
+            parts += [_replaced("overlap", int(one.head_dim), int(one.compress_rate), "last", d) for d in dtypes]
     return Geometry("hybrid", query_heads, tuple(parts))
 
 
-def _projections(compressor: Any) -> tuple[Any, Any]:
-    return compressor.kv_proj, compressor.gate_proj
-
-
-def _part(
-    role: str, width: int, group: int, kept: str, rope: RopeState = "none", pairing: Pairing = "", dtype: str = ""
-) -> Part:
-    """Return rows `[row, dim]`: one for each group, those of the rest behind the last whole one, or those of that."""
-    if kept == "grow":
-        return Part(role, ("row", "dim"), (0, width), tokens_per_row=group, group=group, rope=rope, pairing=pairing)
-    held = "rest" if kept == "rest" else "last"
+def _replaced(role: str, width: int, group: int, held: Literal["rest", "last"], dtype: str = "") -> Part:
+    """Return rows `[row, dim]` of the positions behind the last whole group, or of those in it."""
     return Part(role, ("row", "dim"), (0, width), "replaced", dtype=dtype, group=group, held=held)
 
 
@@ -190,7 +188,7 @@ def index_of_blocks(indexer: Any) -> Part:
 
 
 def with_index(kind: LayerKind) -> LayerKind:
-    """Return how a layer of keys and values is handled that has index rows beside them, `idx_keys` `[batch, 1, ...]`."""
+    """Return how a layer of keys and values is handled that has index rows `[batch, 1, rows, width]` beside them."""
 
     def read(layer: Any) -> Live:
         live = kind.read(layer)

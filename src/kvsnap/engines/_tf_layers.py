@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.engines._tf_compressed import COMPRESSED, with_index
-from kvsnap.engines._tf_kinds import Live, LayerKind
+from kvsnap.engines._tf_kinds import LayerKind, Live
 from kvsnap.engines._tf_parts import Geometry, Part, state
 from kvsnap.engines._tf_states import COPIED as STATES_COPIED
 from kvsnap.engines._tf_states import KEPT as STATES_KEPT
@@ -128,10 +128,10 @@ def tensors_of(layer: Any, index: int, geometry: Geometry) -> Live:
         part = geometry.parts[place] if place < len(geometry.parts) else None
         # transformers gives the rows of latent attention an axis of one head.
         bare = part is not None and "head" not in part.axes and tensor.ndim == 4 and tensor.shape[1] == 1
-        tensor = tensor[:, 0] if bare else tensor
-        if part is not None and part.dtype and part.held and not tensor.numel():
-            tensor = tensor.to(getattr(torch, part.dtype))  # of what is not there yet a layer knows no dtype
-        named.append((role if part is None else part.role, tensor))
+        found = tensor[:, 0] if bare else tensor
+        if part is not None and part.held and part.dtype and not found.numel():
+            found = found.to(getattr(torch, part.dtype))  # of what is not there yet a layer knows no dtype
+        named.append((role if part is None else part.role, found))
     return tuple(named)
 
 
