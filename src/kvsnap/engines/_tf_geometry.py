@@ -17,6 +17,9 @@ from kvsnap.tensors import Pairing, RopeState
 
 __all__ = ["attentions_of", "geometry_of"]
 
+_WINDOWS_ONLY = ("cohere2", "dory", "exaone4", "exaone_moe", "flint", "kolibri1")
+"""Families, by the beginning of their names, that rotate the keys of their windows, and of no layer beside those."""
+
 _HALF, _INTERLEAVED = [-2.0, -3.0, 0.0, 1.0], [-1.0, 0.0, -3.0, 2.0]
 
 
@@ -79,6 +82,9 @@ def _plain(module: Any, config: Any, index: int, layer: Any, attention: Any) -> 
     if rotated and not rotated[index]:
         rope, pairing = "none", ""
     window = int(getattr(layer, "sliding_window", 0) or 0)
+    mixed_in = any(kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ())
+    if mixed_in and not window and str(config.model_type).startswith(_WINDOWS_ONLY):
+        rope, pairing = "none", ""
     if window == 1:
         raise UnsupportedError(f"layer {index} has a window of 1, which holds nothing", expected="2 or more", found=1)
     count, width, of_value = _sizes(config, attention)

@@ -168,7 +168,7 @@ def build_cache(
         return cache
     wanted, layers = [], []
     for layer, device, geometry in zip(snapshot.layers, model.devices(), model.geometry, strict=True):
-        pairs = [(tensor, part) for tensor, part in pairs_of(layer, geometry)]
+        pairs = [(_needed(tensor, part, n_rows), part) for tensor, part in pairs_of(layer, geometry)]
         layers.append(pairs)
         wanted += [_Wanted(tensor, device, dtype, part) for tensor, part in pairs]
     read = iter(_read(wanted, workers, progress))
@@ -177,6 +177,11 @@ def build_cache(
         live = tuple((part.role, _used(next(read), tensor, part, n_rows)) for tensor, part in pairs)
         kind_of(target, index).write(target, live, n_rows)
     return cache
+
+
+def _needed(tensor: Tensor, part: Part, n_rows: int) -> Tensor:
+    """Return a tensor, of a window without what lies far before it: a session keeps every row that it was handed."""
+    return tensor.since(n_rows - part.needed(n_rows)) if part.growth == "window" else tensor
 
 
 def _used(memory: Any, tensor: Tensor, part: Part, n_rows: int) -> Any:
