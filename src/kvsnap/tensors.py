@@ -34,7 +34,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 
 ROLES = (
     "k", "v", "latent", "rope", "index", "conv", "recurrent", "cross_k", "cross_v", "draft_k", "draft_v", "logits",
-    "positions", "code", "scale", "residual", "other",
+    "positions", "code", "scale", "residual", "other", "compressed", "buffer", "overlap",
 )  # fmt: skip
 LAYER_KINDS = ("attention", "latent", "recurrent", "hybrid", "cross", "none")
 Growth = Literal["grow", "window", "replaced", "static"]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvsnap.engines._tf_capture import check_unpadded
 from kvsnap.engines._tf_layers import kind_of, layer_at, layers_of, numpy_view, rows_of
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_state import Line, check_ids, check_room, straightened
@@ -85,6 +86,7 @@ def only_rows(cache: Any, line: Line, model: Model) -> Any:
         target, total = layer_at(fresh, index), kind.rows(layer) or 0
         live = []
         for part, (role, tensor) in zip(geometry.parts, kind.read(layer), strict=False):
+            check_unpadded(part, columns, total, f"layer {index}: {role}")
             axis = tensor.ndim - len(part.axes) + part.row_axis
             if part.row_axis >= 0 and line.n_rows:
                 hidden = total - int(tensor.shape[axis])

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvsnap.engines._tf_compressed import compressed_geometry, index_of_blocks, shared_attentions
 from kvsnap.engines._tf_encoder import cross_parts
 from kvsnap.engines._tf_parts import Geometry, Part, heads, rows
 from kvsnap.errors import UnsupportedError
@@ -29,7 +30,7 @@ def geometry_of(module: Any, config: Any, layers: Sequence[Any]) -> tuple[Geomet
     Raise `UnsupportedError` naming a layer whose attention is not known.
     """
     latent = attentions_of(module) if getattr(config, "kv_lora_rank", None) is not None else {}
-    plain = _plain_attentions(module)
+    plain, shared = _plain_attentions(module), shared_attentions(module)
     if getattr(module.config, "is_encoder_decoder", False):
         return _of_decoder(module, config, layers, plain)
     types = getattr(config, "layer_types", None) or ()
@@ -43,6 +44,9 @@ def geometry_of(module: Any, config: Any, layers: Sequence[Any]) -> tuple[Geomet
             layer is None and index < len(types) and types[index] == "linear_attention"
         ):
             found.append(Geometry("recurrent", 0, open=True))
+        elif index in shared and layer is not None:
+            query_heads, rope = int(config.num_attention_heads), _rope(module, config, index)
+            found.append(compressed_geometry(shared[index], layer, index, query_heads, rope))
         elif getattr(config, "kv_lora_rank", None) is not None:
             if getattr(layer, "is_sliding", False):
                 raise UnsupportedError(f"layer {index} has latent attention in a window, which is not supported yet")
@@ -68,8 +72,9 @@ def attentions_of(module: Any) -> dict[int, Any]:
 
 
 def _plain_attentions(module: Any) -> dict[int, Any]:
-    parts = (part for part in module.modules() if hasattr(part, "k_proj") and hasattr(part, "head_dim"))
-    return {int(part.layer_idx): part for part in parts if isinstance(getattr(part, "layer_idx", None), int)}
+    parts = [part for part in module.modules() if hasattr(part, "k_proj") and hasattr(part, "head_dim")]
+    # An attention comes before the index inside of it, which may look alike.
+    return {int(part.layer_idx): part for part in parts[::-1] if isinstance(getattr(part, "layer_idx", None), int)}
 
 
 def _shared(module: Any, index: int) -> int | None:
@@ -98,7 +103,12 @@ def _plain(module: Any, config: Any, index: int, layer: Any, attention: Any) -> 
     if window == 1:
         raise UnsupportedError(f"layer {index} has a window of 1, which holds nothing", expected="2 or more", found=1)
     count, width, of_value = _sizes(config, attention)
-    parts = (heads("k", count, width, rope, pairing, window), heads("v", count, of_value, window=window))
+    parts: tuple[Part, ...] = (
+        heads("k", count, width, rope, pairing, window),
+        heads("v", count, of_value, window=window),
+    )
+    if hasattr(layer, "idx_keys"):
+        parts = (*parts, index_of_blocks(attention.indexer))
     mixed = "LinearAttention" in type(layer).__name__
     return Geometry("hybrid" if mixed else "attention", query_heads, parts, open=mixed)
 

@@ -142,8 +142,9 @@ def _check_layer(layer: Layer, geometry: Geometry, index: int, dtype: str, n_row
         ]
         if not part.fits(tensor.shape):
             compared.append(("shape", part.shape(part.needed(n_rows)), tensor.shape))
-        if part.growth == "grow":
+        if part.counts:
             compared += [
+                ("positions for each row", part.tokens_per_row, found.tokens_per_row),
                 ("shape", part.shape(part.needed(n_rows)), part.shape(tensor.n_rows)),
                 ("first row", 0, tensor.start),
             ]
@@ -218,7 +219,8 @@ class _Wanted:
         self.tensor = tensor
         self.device = torch.device(device)
         self.stored = getattr(torch, tensor.spec.dtype)
-        self.dtype = dtype if part.row_axis >= 0 or part.role == "conv" else self.stored
+        own = getattr(torch, part.dtype) if part.dtype else dtype
+        self.dtype = own if part.row_axis >= 0 else dtype if part.role == "conv" else self.stored
 
     @property
     def held_twice(self) -> int:

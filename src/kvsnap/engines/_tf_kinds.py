@@ -23,7 +23,8 @@ class LayerKind:
 
     To undo a pass that failed, `drop(layer, rows)` takes away the rows that it added, where there is one, and what the
     attributes `kept` referred to is put back; of those that a pass writes over in place, `copied`, a copy is kept.
-    `fixed(layer)` are the tensors that no pass changes, for noticing who else did.
+    `fixed(layer)` are the tensors that no pass changes, for noticing who else did. `module` is where the class is
+    defined.
     """
 
     read: Callable[[Any], Live]
@@ -34,3 +35,4 @@ class LayerKind:
     kept: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
     fixed: Callable[[Any], tuple[Any, ...]] | None = None
+    module: str = "transformers.cache_utils"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvsnap.engines._tf_compressed import COMPRESSED, with_index
 from kvsnap.engines._tf_kinds import LayerKind, Live
 from kvsnap.engines._tf_parts import Geometry, Part, state
 from kvsnap.engines._tf_states import COPIED as STATES_COPIED
@@ -50,8 +51,9 @@ def kind_of(layer: Any, index: int) -> LayerKind:
         return crossed(kind_of(layer.own, index), _dynamic_only(layer.cross, index))
     if cls is MixedLayer:
         return mixed(_dynamic_only(layer.own, index))
-    if cls.__module__ == "transformers.cache_utils" and cls.__name__ in KINDS:
-        return KINDS[cls.__name__]
+    kind = KINDS.get(cls.__name__)
+    if kind is not None and cls.__module__ == kind.module:
+        return kind
     raise UnsupportedError(
         f"layer {index} is a {cls.__name__}, which is not supported yet",
         expected=" or ".join(KINDS), found=cls.__name__,
@@ -131,13 +133,18 @@ def _kept(value: Any, copied: bool) -> Any:
 
 def tensors_of(layer: Any, index: int, geometry: Geometry) -> Live:
     """Return the live tensors of a layer with the roles and axes that its geometry tells; () while it holds nothing."""
+    import torch
+
     live = kind_of(layer, index).read(layer)
     named = []
     for place, (role, tensor) in enumerate(live):
         part = geometry.parts[place] if place < len(geometry.parts) else None
         # transformers gives the rows of latent attention an axis of one head.
         bare = part is not None and "head" not in part.axes and tensor.ndim == 4 and tensor.shape[1] == 1
-        named.append((role if part is None else part.role, tensor[:, 0] if bare else tensor))
+        found = tensor[:, 0] if bare else tensor
+        if part is not None and part.held and part.dtype and not found.numel():
+            found = found.to(getattr(torch, part.dtype))  # of what is not there yet a layer knows no dtype
+        named.append((role if part is None else part.role, found))
     return tuple(named)
 
 
@@ -158,10 +165,11 @@ def check_layer(layer: Any, index: int, geometry: Geometry, n_rows: int) -> None
         )
     for part, (_, tensor) in zip(parts, live, strict=False):
         _check_tensor(index, part, tensor, n_rows)
-        if part.row_axis >= 0 and tensor.dtype != live[0][1].dtype:
+        wanted = part.dtype or str(live[0][1].dtype).removeprefix("torch.")
+        if part.row_axis >= 0 and str(tensor.dtype).removeprefix("torch.") != wanted:
             raise UnsupportedError(
-                f"layer {index} keeps {part.role} in another dtype than {parts[0].role}",
-                expected=live[0][1].dtype, found=tensor.dtype,
+                f"layer {index} keeps {part.role} in another dtype than its settings say",
+                expected=wanted, found=str(tensor.dtype).removeprefix("torch."),
             )  # fmt: skip
 
 
@@ -369,5 +377,7 @@ KINDS: dict[str, LayerKind] = {
     "LinearAttentionAndFullAttentionLayer": _beside(_DYNAMIC),
     "LinearAttentionAndSlidingWindowAttentionLayer": _beside(_WINDOW),
     "DummyLayer": LayerKind(lambda _: (), lambda *_: None, _no_rows, lambda *_: None),
+    "MiniMaxM3VLSparseCacheLayer": with_index(_DYNAMIC),
+    **COMPRESSED,
 }
-"""How each class of `transformers.cache_utils` is handled, by its name."""
+"""How each class of cache layer is handled, by its name."""
