@@ -33,6 +33,7 @@ __all__ = [
     "Course",
     "Point",
     "Result",
+    "begun_engine",
     "bits",
     "cases_of",
     "engine_of",
@@ -121,11 +122,23 @@ def engine_of(case: Case) -> TransformersEngine:
     forward, model.passes = model.forward, []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        model.passes.append(int(kwargs["input_ids"].shape[1]))
+        model.passes.append(int(kwargs.get("decoder_input_ids", kwargs.get("input_ids")).shape[1]))
         return forward(*args, **kwargs)
 
     model.forward = counted
     return TransformersEngine(model)
+
+
+def begun_engine(case: Case) -> TransformersEngine:
+    """Return a fresh engine; that of an encoder-decoder has encoded an input, which is kept from then on."""
+    engine = engine_of(case)
+    if engine.model.config.is_encoder_decoder:
+        if case.family == "whisper":
+            draw = torch.Generator().manual_seed(9)
+            engine.encode(input_features=torch.randn(1, 80, 32, generator=draw))
+        else:
+            engine.encode(IDS[:11])
+    return engine
 
 
 def start(engine: TransformersEngine, point: Point, offset: int = 0) -> None:
@@ -159,21 +172,29 @@ def bits(snapshot: Snapshot) -> str:
 
 
 def classes_of(engine: TransformersEngine) -> tuple[str, ...]:
-    """Return the classes of the layers of the live cache, each once, in the order in which they come."""
-    return tuple(dict.fromkeys(type(layer).__name__ for layer in engine.cache.layers))
+    """Return the classes of the live cache, where it is not the usual one, and of its layers, each once, in order."""
+    cache = engine.cache
+    own = type(cache).__name__
+    layers = cache.self_attention_cache.layers if own == "EncoderDecoderCache" else cache.layers
+    classes = [own] if own != "DynamicCache" else []
+    return tuple(dict.fromkeys([*classes, *(type(layer).__name__ for layer in layers)]))
 
 
 def kept_by(snapshot: Snapshot) -> tuple[str, ...]:
-    """Return what the kinds of layers keep, each once: `attention: k v (window 8)`."""
+    """Return what the kinds of layers keep, each once: `attention: k (window 8), v (window 8)`."""
     found = []
     for layer in snapshot.layers:
-        words = []
+        words: dict[str, int] = {}
         for tensor in layer.tensors:
+            if tensor.name.startswith("encoder."):
+                continue  # the name of what was encoded
             spec = tensor.spec
             how = {"grow": "", "window": f" (window {spec.window})"}.get(spec.growth, f" ({spec.growth})")
             every = f" (1 for {spec.tokens_per_row})" if spec.tokens_per_row > 1 else ""
-            words.append(f"{tensor.role}{how}{every}")
-        found.append(f"{layer.kind}: {', '.join(words)}" if words else layer.kind)
+            word = f"{tensor.role}{how}{every}"
+            words[word] = words.get(word, 0) + 1
+        told = ", ".join(word if count == 1 else f"{count} {word}" for word, count in words.items())
+        found.append(f"{layer.kind}: {told}" if told else layer.kind)
     return tuple(dict.fromkeys(found))
 
 
@@ -190,7 +211,7 @@ class Begun(NamedTuple):
 
 def _begin(case: Case, directory: Path) -> Begun:
     try:
-        engine = engine_of(case)
+        engine = begun_engine(case)
         engine.prefill(IDS[:5])
         engine.step()
         engine.settle()

@@ -25,9 +25,9 @@ every kind of layer it has.
 
 **Exact** means: saved to a file at {points}, and after each turn of a session;
 resumed in a new process; there the next {after} tokens have the same ids, and every bit of all their logits is the same
-as in the run that was never interrupted. The forward passes are counted: one for each token, none for what was saved. So it is for a turn evaluated
-behind what was restored. Damaged values (a row zeroed, rows shifted, a window that starts one row off, a state zeroed)
-are noticed by the same comparison.
+as in the run that was never interrupted. The forward passes are counted: one for each token, none for what was saved.
+So it is for a turn evaluated behind what was restored. Damaged values (a row zeroed, rows shifted, a window that starts
+one row off, a state zeroed) are noticed by the same comparison.
 
 Layer classes are those of transformers' caches. A class that is not known is refused by its name, and so is a subclass
 of one that is.

@@ -369,11 +369,50 @@ class SpecReader:
         groups_first = np.stack(out).reshape([groups, *rest])
         return groups_first.reshape(rest) if axis is None else np.moveaxis(groups_first, 0, axis)
 
+    def reachable(self) -> list[int]:
+        """The numbers of tokens that the history may be cut to (section 11), found by trying each."""
+        layout = self.json("layout", LAYOUT)
+        specs = [t for t in (layout["tensors"] if layout else []) if t["role"] != "logits"]
+        stateful = any(s["growth"] == "replaced" for s in specs)
+        unstored = self.commit["n_rows"] + self.commit["n_pending"] - self.commit["n_tokens"]
+        found, tokens, rows = {0, self.commit["n_tokens"]}, 0, 0
+        held: dict[int, set[int]] = {s["id"]: set() for s in specs}
+        for reader, entry in self.live():
+            for part in reader.table(entry["span"], SPAN)["parts"]:
+                held[part["tensor"]] |= set(range(part["row_start"], part["row_start"] + part["n_rows"]))
+            end = rows + entry["n_rows"]
+            for s in specs:  # what a cut took away is not held any more
+                held[s["id"]] = {r for r in held[s["id"]] if r < end // s["tokens_per_row"]}
+            for n in range(tokens + 1, tokens + entry["n_tokens"]):
+                r = min(end, n + unstored)
+                if not stateful and (r == end or all(self._whole(s, held[s["id"]], r) for s in specs)):
+                    found.add(n)
+            tokens, rows = tokens + entry["n_tokens"], end
+            if entry["state"] or not stateful:
+                found.add(tokens)
+        return sorted(found)
+
+    @staticmethod
+    def _whole(spec: dict[str, Any], held: set[int], r: int) -> bool:
+        """Whether a tensor that grows can be cut to `r` rows of the history."""
+        m, first = spec["tokens_per_row"], 0
+        if spec["growth"] == "static":
+            return True
+        if spec["growth"] == "window" and spec["window"]:
+            first = max(0, r - (spec["window"] - 1)) // m
+        return r % m == 0 and held.issuperset(range(first, r // m))
+
     def content(self) -> dict[str, Any]:
         """Everything: ids, runs, positions, tensors by name, logits, sampler, identity, text, metadata."""
         layout = self.json("layout", LAYOUT)
+        shard = (layout or {}).get("shard")
+        if shard is not None:
+            need(not {"tensors", "layers"} & layout.keys(), "tensors and layers stand in the shard")
+            layout = {"architecture": layout["architecture"], "tensors": shard["tensors"], "layers": shard["layers"]}
+            check_heads(shard)
         specs = {t["id"]: t for t in layout["tensors"]} if layout else {}
         pieces: dict[str, list[Any]] = {}
+        starts: dict[str, list[int]] = {}
         out: dict[str, Any] = {"ids": [], "kinds": [], "positions": [], "texts": [], "exact": True, "bound": 0.0}
         digest, rows = bytes(16), 0
         for reader, entry in self.live():
@@ -395,7 +434,14 @@ class SpecReader:
                 if spec["growth"] in {"grow", "window"}:
                     kept = rows // spec["tokens_per_row"] - part["row_start"]
                     values = np.take(values, range(min(kept, part["n_rows"])), axis=spec["row_axis"])
-                pieces.setdefault(spec["name"], []).append((spec["row_axis"], values))
+                name = spec["name"]
+                if spec["growth"] == "window":  # only what is behind the last gap is the tensor
+                    at = starts.get(name, [0, 0])
+                    first = min(part["row_start"], rows // spec["tokens_per_row"])
+                    if at[1] != first:
+                        pieces[name], at = [], [first, 0]
+                    starts[name] = [at[0], first + values.shape[spec["row_axis"]]]
+                pieces.setdefault(name, []).append((spec["row_axis"], values))
                 out["exact"] = out["exact"] and part["flags"] == 1
                 out["bound"] = max(out["bound"], part["bound"])
         need(digest == self.commit["digest"] and rows == self.commit["n_rows"], "live list")
@@ -404,12 +450,14 @@ class SpecReader:
             name: np.concatenate([v for _, v in found], axis=found[0][0]) if found[0][0] >= 0 else found[-1][1]
             for name, found in pieces.items()
         }
+        out["starts"] = {name: first for name, (first, _) in starts.items()}
         out["sampler"] = out["random"] = out["logits"] = None
         if found_state := self.state():
             t = found_state[0].table(found_state[1], STATE)
             need(not t["ids"] and not t["runs"] and not t["positions"] and t["n_rows"] == 0, "state")
             need(t["row_start"] == rows, "row_start of the state")
             out["sampler"], out["random"] = t["meta"].get("sampler"), t["meta"].get("random")
+            out["proof"] = t["meta"].get("shard")
             for part in t["parts"]:
                 spec = specs[part["tensor"]]
                 if spec["role"] == "logits":
@@ -420,7 +468,49 @@ class SpecReader:
         note = self.json("note", NOTE)
         out["metadata"] = note["metadata"] if note else {}
         out["layout"] = layout
+        out["shard"] = shard and {name: shard[name] for name in ("index", "count", "heads")}
+        if shard and out.get("proof"):
+            need(len(out["proof"]["parts"]) == shard["count"], "one digest for each shard")
+            found = self.shard_digest(out, specs)
+            need(out["proof"]["parts"][shard["index"]] == found, f"digest of the shard: {found}")
         return out
+
+    def shard_digest(self, content: dict[str, Any], specs: dict[int, dict[str, Any]]) -> str:
+        """The digest of a shard that was not cut (section 9)."""
+        c, shard = self.commit, content["shard"]
+        digest = xxhash.xxh3_128(
+            struct.pack(
+                "<5Qq", shard["index"], shard["count"], c["n_tokens"], c["n_rows"], c["n_pending"], c["token_offset"]
+            )
+        )
+        digest.update(struct.pack(f"<{len(content['ids'])}i", *content["ids"]))
+        runs: list[list[int]] = []
+        for position in content["positions"]:
+            if runs and sum(runs[-1]) == position:
+                runs[-1][1] += 1
+            else:
+                runs.append([position, 1])
+        digest.update(b"".join(struct.pack("<qQ", *run) for run in runs))
+        starts = dict(content["proof"]["starts"])
+        for number, spec in sorted(specs.items()):
+            values = content["logits"] if spec["role"] == "logits" else content["tensors"].get(spec["name"])
+            if values is not None:
+                digest.update(spec["dtype"].encode("ascii") + bytes(1))
+                about = [number, starts.get(number, 0), values.ndim, *values.shape]
+                digest.update(struct.pack(f"<{len(about)}Q", *about) + h128(np.ascontiguousarray(values).tobytes()))
+        return str(digest.hexdigest())
+
+
+def check_heads(shard: dict[str, Any]) -> None:
+    """The rules of section 6 for the heads of a shard."""
+    index, count, heads = shard["index"], shard["count"], dict(shard["heads"])
+    need(2 <= count <= 65_536 and 0 <= index < count and len(heads) == len(shard["heads"]), "shard")
+    need(heads.keys() == {t["id"] for t in shard["tensors"] if "head" in t["axes"]}, "heads of which tensors")
+    for spec in shard["tensors"]:
+        if spec["id"] in heads:
+            whole, found = heads[spec["id"]], spec["shape"][spec["axes"].index("head")]
+            need(whole % count == 0 or count % whole == 0, "heads that can be shared out")
+            need(found == (whole // count if whole % count == 0 else 1), "heads of one rank")
 
 
 # -- writing ------------------------------------------------------------------------------------------------
@@ -612,6 +702,13 @@ class Minimal:
         self.index: dict[str, Any] | None = None
         self.before: list[tuple[int, bytes, dict[str, Any]]] = []
         self.places: dict[str, int] = {}
+
+    def as_shard(self, **fields: Any) -> dict[str, Any]:
+        """Make it shard 0 of 2 of a whole with twice the heads; return the member of LAYOUT to change."""
+        inside = {name: self.layout.pop(name) for name in ("tensors", "layers")}
+        shard: dict[str, Any] = {"index": 0, "count": 2, "heads": [[0, 4], [1, 4]]} | inside | fields
+        self.layout["shard"] = shard
+        return shard
 
     def part(self, number: int) -> dict[str, Any]:
         self.span["parts"] = copy.deepcopy(self.span["parts"])

@@ -165,3 +165,18 @@ def test_positions_are_one_whole_number_for_each_id_within_the_context() -> None
     with pytest.raises(kvsnap.KvsnapError, match="position 512 is outside the context"):
         engine.prefill([1, 2, 3], positions=[0, 1, 512])
     assert engine.tokens == ()
+
+
+@pytest.mark.parametrize("family", ["cohere2", "exaone4"])
+def test_a_layer_whose_keys_are_not_rotated_says_so(family: str) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = tiny_model(family, 0, layer_types=kinds, sliding_window=WINDOW, pad_token_id=0)
+    with torch.no_grad():  # one token alone has the same keys at every position where they are not rotated
+        keys = []
+        for place in (0, 3):
+            engine = TransformersEngine(model)
+            engine.prefill([5], positions=[place])
+            keys.append([layer.tensors[0].array for layer in engine.capture().layers])
+    rotated = [bool((a != b).any()) for a, b in zip(*keys, strict=True)]
+    assert rotated == [True, False, True]
+    assert [layer.tensors[0].spec.rope for layer in engine.capture().layers] == ["after", "none", "after"]

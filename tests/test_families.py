@@ -29,8 +29,8 @@ from family_runs import (  # noqa: E402
     Course,
     Point,
     Result,
+    begun_engine,
     cases_of,
-    engine_of,
     fault_in,
     go_on,
     points_of,
@@ -49,10 +49,6 @@ DTYPES = ("float32", "bfloat16")
 REFUSED = {
     "rwkv": "rwkv",
     "recurrent_gemma": "recurrent_gemma",
-    "deepseek_v4": "deepseek_v4",
-    "minimax": "minimax",
-    "t5": "encoder-decoder",
-    "whisper": "encoder-decoder",
 }
 """The families that no release is supported for, and a word of the reason given."""
 
@@ -113,7 +109,7 @@ def test_a_new_process_goes_on_as_if_never_interrupted(
 
 def test_a_run_that_is_not_exact_is_found_out() -> None:
     case = Case("llama", attentions("llama")[0], "float32")
-    engine = engine_of(case)
+    engine = begun_engine(case)
     names = (*points_of(case), *LATER_RUNS)
     start(engine, Point(9, 3))
     good = go_on(engine)
@@ -155,7 +151,7 @@ def test_ids_evaluated_behind_a_state_are_evaluated_behind_it(family: str) -> No
     """Some models start from nothing in a pass of several ids, whatever their cache holds."""
     case = Case(family, attentions(family)[0], "float32")
     try:
-        engine = engine_of(case)
+        engine = begun_engine(case)
         start(engine, Point(20, 0))
     except UnsupportedError as error:
         pytest.skip(str(error))
@@ -242,7 +238,7 @@ def goes_on_the_same(engine: TransformersEngine, snapshot: Snapshot, expected: C
 def test_a_wrong_value_does_not_pass_as_exact(family: str, dtype: str) -> None:
     if family in REFUSED:
         pytest.skip("refused")
-    engine = engine_of(Case(family, attentions(family)[0], dtype))
+    engine = begun_engine(Case(family, attentions(family)[0], dtype))
     start(engine, Point(40, 3))
     snapshot = engine.capture()
     expected = go_on(engine, 6)
@@ -250,6 +246,8 @@ def test_a_wrong_value_does_not_pass_as_exact(family: str, dtype: str) -> None:
     seen = set()
     for layer in snapshot.layers:
         for tensor in layer.tensors:
+            if tensor.name.startswith("encoder."):
+                continue  # the name of what was encoded, which no pass reads
             kind = (layer.kind, tensor.role, tensor.spec.growth)
             if kind in seen:
                 continue
@@ -266,7 +264,7 @@ WINDOWED = ("mistral", "gemma3", "llama4", "gpt_oss")
 @pytest.mark.parametrize("by", [-1, 1])
 @pytest.mark.parametrize("family", [p for p in given() if p.values[0] in WINDOWED])
 def test_a_wrong_count_in_a_window_layer_does_not_pass(family: str, by: int) -> None:
-    engine = engine_of(Case(family, attentions(family)[0], "float32"))
+    engine = begun_engine(Case(family, attentions(family)[0], "float32"))
     start(engine, Point(40, 3))
     expected = go_on(engine, 6)
     engine.reset()

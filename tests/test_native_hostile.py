@@ -399,6 +399,43 @@ def layout_tensors_not_a_list(m: Minimal) -> Any:
     m.layout["tensors"] = {"0": 1}
 
 
+@case("")
+def layout_of_a_shard(m: Minimal) -> Any:
+    m.as_shard()
+
+
+@case("FormatError")
+def layout_of_a_shard_of_no_rank(m: Minimal) -> Any:
+    m.as_shard(index=2)
+
+
+@case("FormatError")
+def layout_of_a_shard_with_a_count_without_end(m: Minimal) -> Any:
+    m.as_shard(count=HUGE, heads=[[0, HUGE], [1, HUGE]])
+
+
+@case("FormatError")
+def layout_of_a_shard_with_other_heads(m: Minimal) -> Any:
+    m.as_shard(heads=[[0, 4], [1, 6]])
+
+
+@case("FormatError")
+def layout_of_a_shard_beside_a_whole(m: Minimal) -> Any:
+    m.layout["layers"] = m.as_shard()["layers"]
+
+
+@case("FormatError")
+def state_of_a_shard_with_too_few_digests(m: Minimal) -> Any:
+    m.as_shard()
+    m.state["meta"] = json.dumps({"shard": {"parts": ["0" * 32], "starts": []}}).encode()
+
+
+@case("FormatError")
+def state_of_a_shard_that_starts_nowhere(m: Minimal) -> Any:
+    m.as_shard()
+    m.state["meta"] = json.dumps({"shard": {"parts": ["0" * 32] * 2, "starts": [[1, -HUGE]]}}).encode()
+
+
 # -- section 7: SPAN and STATE
 
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kvsnap import inspection, sampling
+from kvsnap import editing, inspection, sampling
+from kvsnap.editing import Rope
 from kvsnap.engines.connect import connect
-from kvsnap.errors import ContextError, FormatError, InputError
+from kvsnap.errors import ContextError, FormatError, InputError, UnsupportedError
 from kvsnap.filing import LossReport, convert, dumps, inspect, load, loads, repair, save, verify
 from kvsnap.formats import colikv
 from kvsnap.identity import Compatibility, compare
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine, Progress, Token
+from kvsnap.shards import join, split
 
 __all__ = [
     "Continuation",
     "LossReport",
     "Restored",
+    "Rope",
     "capture",
     "check",
     "connect",
@@ -28,11 +32,14 @@ __all__ = [
     "dumps",
     "generate",
     "inspect",
+    "join",
     "load",
     "loads",
+    "remove",
     "repair",
     "restore",
     "save",
+    "split",
     "sweep",
     "verify",
     "warm_from_tokens",
@@ -72,16 +79,20 @@ class Restored:
         }
 
 
-def capture(engine: Engine, *, row: int = 0, start: int = 0, settle: bool = False) -> Snapshot:
+def capture(
+    engine: Engine, *, row: int = 0, start: int = 0, settle: bool = False, progress: Progress | None = None
+) -> Snapshot:
     """Copy the live state of an engine out, with its text where the engine has a tokenizer.
 
     `row` picks a sequence of a batch. `start` leaves out the rows before it (for `Session.append`). With `settle` the
     pending token is evaluated first, so that after a restore the next token needs no forward pass; the continuation is
-    the same. Raise `UnsupportedError` naming a layer that cannot be captured exactly.
+    the same. `progress` is told of the weights that are digested, in bytes. Raise `UnsupportedError` naming a layer
+    that cannot be captured exactly.
     """
     if settle:
         engine.settle()
-    snapshot = engine.capture(start=start, row=row)
+    told: dict[str, Any] = {} if progress is None else {"progress": progress}
+    snapshot = engine.capture(start=start, row=row, **told)
     if snapshot.text is not None:
         return snapshot
     try:
@@ -100,13 +111,15 @@ def check(
 ) -> Compatibility:
     """Compare a snapshot with a live engine, field by field, and its length with the context. Changes nothing.
 
-    A snapshot of a `.coli_kv` file has colibri's rule for the context: 9 positions more must be free.
+    A snapshot of a `.coli_kv` file has colibri's rule for the context: 9 positions more must be free. A shard is
+    refused unless `accept` names `shard`: the caller says by that that the engine is the rank which the shard is for.
     """
     needed = snapshot.token_offset + snapshot.n_pending + draft_reserve
     if snapshot.source.get("format") == colikv.FORMAT.name and snapshot.tokens:
         needed += _COLIBRI_KEEPS_FREE
     found = engine.identity(progress)
-    return compare(snapshot.identity, found, accept=accept, needed=needed, limit=engine.context_limit)
+    shard = str(snapshot.shard or "")
+    return compare(snapshot.identity, found, accept=accept, needed=needed, limit=engine.context_limit, shard=shard)
 
 
 def restore(
@@ -163,6 +176,11 @@ def restore(
 
 def inexact_because(snapshot: Snapshot) -> str:
     """Return why a run cannot go on from a snapshot bit for bit, whatever the model; empty if nothing is in the way."""
+    if snapshot.bound == math.inf:
+        told = snapshot.metadata.get(editing.EDITED)
+        if told is None:
+            return "values may be off by an unknown amount"
+        return f"the history was edited ({told}): the rows behind were computed while that was there"
     if snapshot.bound:
         return f"the file is not exact: values may be off by up to {snapshot.bound:.3g}"
     if snapshot.n_pending > 1:
@@ -190,6 +208,40 @@ def _placed(snapshot: Snapshot, engine: Engine) -> Snapshot:
     if not colikv.has_loose_rows(snapshot):
         return snapshot
     return colikv.assign_like(snapshot, engine.capture(start=engine.n_rows))
+
+
+def remove(
+    snapshot: Snapshot,
+    spans: Sequence[tuple[int, int]],
+    *,
+    rope: Rope | Sequence[Rope | None] | None = None,
+    engine: Engine | None = None,
+    positions: Literal["close", "keep"] = "close",
+    accept: Sequence[str] = (),
+) -> Snapshot:
+    """Take spans of tokens `[(start, stop), ...]` out of a snapshot: an approximation, and labelled as one.
+
+    See `kvsnap.editing.remove`. With `engine` the frequencies come from its model, which must be that of the snapshot
+    (checked as `restore` does, with `accept`), and the text is made anew. Raise as that does, `CompatibilityError`, and
+    `UnsupportedError` for a model whose rotation is not known.
+    """
+    if engine is None:
+        return editing.remove(snapshot, spans, rope=rope, positions=positions)
+    if rope is None and positions == "close" and editing.needs_rope(snapshot, spans):
+        report = check(snapshot, engine, accept=accept)
+        if report.refusals:
+            report.raise_if_refused()
+        known = getattr(engine, "rope", None)
+        if known is None:
+            raise UnsupportedError(
+                f"the engine {engine.name} does not tell how it rotates keys: give it (rope=Rope(...))"
+            )
+        rope = known()
+    edited = editing.remove(snapshot, spans, rope=rope, positions=positions)
+    try:
+        return edited if edited is snapshot else replace(edited, text=engine.detokenize(edited.tokens))
+    except InputError:  # no tokenizer
+        return edited
 
 
 def warm_from_tokens(engine: Engine, tokens: Sequence[int], *, progress: Progress | None = None) -> Restored:

@@ -131,7 +131,7 @@ def _foreign_summary(snapshot: Snapshot, path: str, name: str) -> Summary:
         has_text=snapshot.text is not None, sampler=snapshot.sampler, file_bytes=size.st_size,
         tensor_bytes=snapshot.nbytes, stored={str(snapshot.source.get("encoding", name)): stored},
         exact=not snapshot.bound, bound=snapshot.bound, layers=layers, identity=snapshot.identity,
-        metadata=snapshot.metadata, dialect=dialect,
+        metadata=snapshot.metadata, dialect=dialect, shard=snapshot.shard,
         notes=tuple(str(note) for note in info) if isinstance(info, (list, tuple)) else (),
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Literal, Protocol
 
@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.errors import FormatError, InputError, UnsupportedError
 
 Array = npt.NDArray[Any]
 
@@ -34,7 +34,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 
 ROLES = (
     "k", "v", "latent", "rope", "index", "conv", "recurrent", "cross_k", "cross_v", "draft_k", "draft_v", "logits",
-    "positions", "code", "scale", "residual", "other",
+    "positions", "code", "scale", "residual", "other", "compressed", "buffer", "overlap",
 )  # fmt: skip
 LAYER_KINDS = ("attention", "latent", "recurrent", "hybrid", "cross", "none")
 Growth = Literal["grow", "window", "replaced", "static"]
@@ -205,6 +205,17 @@ class Tensor:
         else:
             np.copyto(out, self._array)
 
+    def since(self, row: int) -> Tensor:
+        """Return the tensor without rows before `row`, as far as they are stored apart: what is not needed is not read.
+
+        It may begin before `row`, and is the tensor itself where its values are in memory or in one piece.
+        """
+        cut = getattr(self._values, "since", None) if self._array is None else None
+        if cut is None:
+            return self
+        source, start, n_rows = cut(row)
+        return Tensor(self.spec, source, start=start, n_rows=n_rows, bound=self.bound)
+
     def rows(self, start: int, stop: int) -> Tensor:
         """Return the rows `[start, stop)` as a view. `start` and `stop` count as `self.start` does."""
         if not self.start <= start <= stop <= self.start + self.n_rows:
@@ -326,6 +337,85 @@ class Layer:
         return sum(t.nbytes for t in self.tensors)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Which part of a whole a snapshot is: that of rank `index` of `count` ranks, which share the heads out.
+
+    `heads` names each tensor that is divided: its id, and the heads that it has in the whole; all other tensors are the
+    same in each shard. `parts` are the digests of all `count` shards of the snapshot that was split, in order, as 32
+    hex digits each, and `starts` the first row of each of its window tensors (id, row). Both are empty where a shard
+    was cut since: what it was a part of is then not known.
+    """
+
+    index: int
+    count: int
+    heads: tuple[tuple[int, int], ...] = ()
+    parts: tuple[str, ...] = ()
+    starts: tuple[tuple[int, int], ...] = ()
+
+    def span(self, heads: int) -> tuple[int, int]:
+        """Return the heads `[first, stop)` of a tensor with `heads` heads that this rank holds.
+
+        Neighbours stay together. A tensor with fewer heads than ranks has each of them on `count / heads` ranks.
+        """
+        if heads % self.count == 0:
+            width = heads // self.count
+            return self.index * width, (self.index + 1) * width
+        first = self.index * heads // self.count
+        return first, first + 1
+
+    def divides(self, heads: int) -> bool:
+        """Tell whether so many heads can be shared out among the ranks."""
+        return heads % self.count == 0 or (heads > 0 and self.count % heads == 0)
+
+    def unproven(self) -> Shard:
+        """Return what stays true of a shard whose rows were cut or added to."""
+        return replace(self, parts=(), starts=())
+
+    def __str__(self) -> str:
+        return f"shard {self.index} of {self.count}"
+
+
 def _heads_of(tensor: Tensor) -> int:
     spec = tensor.spec
     return int(spec.shape[spec.axes.index("head")]) if "head" in spec.axes else 1
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInput:
+    """The name of what an encoder-decoder was given: its ids (() where it was no text), and a digest of all of it.
+
+    The digest is the XXH3-128 of names, dtypes, shapes and values, 16 bytes. Both are empty where a cache was taken
+    over and nobody said what it was made of.
+    """
+
+    tokens: tuple[int, ...] = ()
+    digest: bytes = b""
+
+    def __str__(self) -> str:
+        what = f"{len(self.tokens)} ids" if self.tokens else "features"
+        return f"{what}, digest {self.digest.hex()}" if self.digest else "not known"
+
+
+INPUT_NAMES = ("encoder.tokens", "encoder.digest")
+"""Names of the tensors of the first layer that hold it: int64 `[ids]` and uint8 `[bytes]`, role `other`, `static`."""
+
+
+def encoder_input_of(layers: Sequence[Layer]) -> EncoderInput | None:
+    """Return the name of the input that layers belong to, None without one.
+
+    Raise `FormatError` where it is not one, and what the tensors raise when they are damaged.
+    """
+    if not layers:
+        return None
+    own = {t.name: t for t in layers[0].tensors if t.role == "other" and t.name in INPUT_NAMES}
+    if len(own) != len(INPUT_NAMES):
+        return None
+    tokens, digest = (own[name] for name in INPUT_NAMES)
+    for tensor, dtype, lengths in ((tokens, "int64", range(1 << 40)), (digest, "uint8", (0, 16))):
+        if tensor.spec.dtype != dtype or len(tensor.shape) != 1 or tensor.shape[0] not in lengths:
+            raise FormatError(
+                f"{tensor.name} does not name an input", expected=f"{dtype} in one axis",
+                found=f"{tensor.spec.dtype}{list(tensor.shape)}",
+            )  # fmt: skip
+    return EncoderInput(tuple(tokens.array.tolist()), digest.array.tobytes())

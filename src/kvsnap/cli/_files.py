@@ -77,6 +77,8 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
     stop = s.metadata.get("stop", "") if s.sealed else ""
     whole = ["sealed" if s.sealed else "open", "complete" if s.complete and is_whole(stop) else "last turn cut off"]
     fidelity = "exact: every bit as the engine held it" if s.exact else f"not exact: values off by up to {s.bound:.3g}"
+    if s.bound == float("inf"):
+        fidelity = "not exact: an approximation, without a bound on its errors"
     stored = ", ".join(
         f"{name} {size(c.stored)}" + (f" (decoded {size(c.decoded)})" if c.stored != c.decoded else "")
         for name, c in s.stored.items()
@@ -90,6 +92,7 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
         ("architecture", escape(s.architecture) or "unknown"),
         ("cache", f"{s.num_layers} layers, {s.dtype or 'no tensors'}"),
         ("heads", f"{s.num_heads} for keys and values, {s.num_query_heads} for queries, {s.head_dim} wide"),
+        *([("part", f"{s.shard}, of a cache split by heads")] if s.shard else []),
         ("tokens", f"{s.n_tokens:,} ({s.n_prompt:,} prompt, {s.n_generated:,} generated)"),
         ("evaluated", f"{s.n_rows:,} positions, next is {s.token_offset:,}"),
         ("logits", logits),

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.engines._tf_layers import kind_of, layer_at, numpy_view, rows_of
+from kvsnap.engines._tf_capture import check_unpadded
+from kvsnap.engines._tf_layers import kind_of, layer_at, layers_of, numpy_view, rows_of
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_state import Line, check_ids, check_room, straightened
 from kvsnap.errors import InputError, UnsupportedError
@@ -77,12 +78,15 @@ def only_rows(cache: Any, line: Line, model: Model) -> Any:
     """Return a cache with the rows of the only sequence in it: the same object where nothing is padding."""
     if line.select is None:
         return cache
+    if model.encodes:
+        raise UnsupportedError("padding among the ids of a decoder is not supported: leave it out")
     fresh, columns = model.fresh_cache(), line.select
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(layers_of(cache)):
         kind, geometry = kind_of(layer, index), model.geometry[index]
         target, total = layer_at(fresh, index), kind.rows(layer) or 0
         live = []
         for part, (role, tensor) in zip(geometry.parts, kind.read(layer), strict=False):
+            check_unpadded(part, columns, total, f"layer {index}: {role}")
             axis = tensor.ndim - len(part.axes) + part.row_axis
             if part.row_axis >= 0 and line.n_rows:
                 hidden = total - int(tensor.shape[axis])
@@ -117,7 +121,7 @@ def _check_cache(cache: Any, model: Model, evaluated: int | None) -> tuple[int, 
     if len(counted) > 1 or (rows and len(rows) != n_layers):
         raise InputError("the layers of the cache do not belong to this model, or hold unequal numbers of rows",
                          expected=f"{n_layers} layers of equal length", found=rows)  # fmt: skip
-    tensors = [t for i, layer in enumerate(cache.layers) for _, t in kind_of(layer, i).read(layer)]
+    tensors = [t for i, layer in enumerate(layers_of(cache)) for _, t in kind_of(layer, i).read(layer)]
     if evaluated is None and not counted and tensors:
         raise InputError(
             "this cache does not count what was evaluated", expected="evaluated=: the number of columns", found=None
@@ -127,6 +131,11 @@ def _check_cache(cache: Any, model: Model, evaluated: int | None) -> tuple[int, 
     n_rows = evaluated if evaluated is not None else min(counted, default=0)
     if rows:
         model.check(cache, n_rows)
+    if model.encodes and tensors and int(tensors[0].shape[0]) != 1:
+        raise UnsupportedError(
+            "a batch of an encoder-decoder is not supported: each of its sequences has an input of its own",
+            expected="one sequence", found=int(tensors[0].shape[0]),
+        )  # fmt: skip
     return n_rows, (int(tensors[0].shape[0]) if tensors else 1)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvsnap.errors import InputError
+from kvsnap.errors import InputError, UnsupportedError
 
 __all__ = ["CACHES", "CacheKind", "cache_kind"]
 
@@ -15,12 +15,16 @@ __all__ = ["CACHES", "CacheKind", "cache_kind"]
 class CacheKind:
     """One kind of cache: the names of its classes in transformers, the options it takes, and what makes an empty one.
 
-    `make(module, options)` may raise `InputError` and `ExtraMissingError`.
+    `make(module, options)` may raise `InputError` and `ExtraMissingError`. `alone`: behind the first pass the model is
+    given one id a pass, and the position of each id, for it counts and masks several wrongly itself.
+    `families` are those whose own class of cache it is.
     """
 
     classes: tuple[str, ...]
     options: tuple[str, ...]
     make: Callable[[Any, Mapping[str, Any]], Any]
+    alone: bool = False
+    families: tuple[str, ...] = ()
 
 
 def _dynamic(module: Any, _: Mapping[str, Any]) -> Any:
@@ -29,12 +33,36 @@ def _dynamic(module: Any, _: Mapping[str, Any]) -> Any:
     return transformers.DynamicCache(config=module.config)
 
 
+def _encoder_decoder(module: Any, _: Mapping[str, Any]) -> Any:
+    import transformers
+
+    # Settings of the decoder alone may ask for windows; those of both count the layers of the encoder.
+    decoder = getattr(module.config, "decoder", None)
+    own = transformers.DynamicCache() if decoder is None else transformers.DynamicCache(config=decoder)
+    return transformers.EncoderDecoderCache(own, transformers.DynamicCache())
+
+
+def _minimax(_: Any, __: Mapping[str, Any]) -> Any:
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    return MiniMaxCache()
+
+
+_OF_FAMILIES: dict[str, CacheKind] = {
+    "encoder-decoder": CacheKind(("EncoderDecoderCache",), (), _encoder_decoder),
+    "minimax": CacheKind(("MiniMaxCache",), (), _minimax, alone=True, families=("minimax",)),
+}
+"""The kinds that a family needs in place of a dynamic one."""
 CACHES: dict[str, CacheKind] = {"dynamic": CacheKind(("DynamicCache",), (), _dynamic)}
 """The kinds by the name that `connect(model, cache=...)` takes."""
 
 
-def cache_kind(name: str, options: Mapping[str, Any]) -> CacheKind:
-    """Return a kind of cache; raise `InputError` for a name or an option that is not known."""
+def cache_kind(name: str, options: Mapping[str, Any], module: Any) -> CacheKind:
+    """Return a kind of cache; raise `InputError` for a name or an option that is not known.
+
+    `dynamic` is the kind that the family of the model uses itself. Raise `UnsupportedError` for another where it
+    takes no other.
+    """
     if name not in CACHES:
         raise InputError("no such kind of cache", expected=" or ".join(CACHES), found=name)
     kind = CACHES[name]
@@ -43,4 +71,11 @@ def cache_kind(name: str, options: Mapping[str, Any]) -> CacheKind:
         raise InputError(
             f"a {name} cache has no such option", expected=", ".join(kind.options) or "no options", found=unknown
         )
+    needs = "encoder-decoder" if getattr(module.config, "is_encoder_decoder", False) else str(module.config.model_type)
+    if needs in _OF_FAMILIES:
+        if name != "dynamic":
+            raise UnsupportedError(
+                f"{module.config.model_type} takes no {name} cache here", expected="dynamic", found=name
+            )
+        return _OF_FAMILIES[needs]
     return kind

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.engines._tf_layers import copy_rows, dtype_of, kind_of, layer_at, tensors_of
+from kvsnap.engines._tf_layers import copy_rows, dtype_of, kind_of, layer_at, layers_of, tensors_of
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_parts import Part
 from kvsnap.engines._tf_state import Line
 from kvsnap.errors import UnsupportedError
 from kvsnap.tensors import Layer, Tensor, TensorSpec, dtype_name, numpy_dtype
 
-__all__ = ["live_dtype", "logits_tensor", "read_layers"]
+__all__ = ["check_unpadded", "live_dtype", "logits_tensor", "read_layers"]
 
 
 def read_layers(model: Model, cache: Any, line: Line, row: int, start: int, dtype: str) -> tuple[Layer, ...]:
@@ -56,7 +56,10 @@ def _copy(
 
     `total` counts the columns that the layer has seen, those that left a window included.
     """
+    if part.growth == "static":
+        return 0, copy_rows(tensor, row, slice(None), -1)
     seen = columns[-1] + 1 if columns else 0
+    check_unpadded(part, columns, total, what)
     if part.row_axis < 0 or part.growth == "replaced":
         if len(columns) and seen - columns[0] != len(columns):
             raise UnsupportedError(f"{what} has padding behind its first token in it, which cannot be taken out again")
@@ -81,9 +84,24 @@ def _copy(
     return first, copy_rows(tensor, row, picked if wanted else slice(0, 0), part.row_axis)
 
 
+def check_unpadded(part: Part, columns: Sequence[int], total: int, what: str) -> None:
+    """Refuse padding in a part that takes positions together in groups; `columns` are those of one sequence.
+
+    Padding before its first token, or between two, has moved the groups; behind its last token it is in the last rows.
+    """
+    if not part.group:
+        return
+    behind = part.growth == "replaced" or part.tokens_per_row != 1
+    if any(place != column for place, column in enumerate(columns)) or (behind and len(columns) != total):
+        raise UnsupportedError(
+            f"{what} takes {part.group} positions together, and there is padding among them: it cannot be taken out",
+            expected=f"{total} positions without padding", found=len(columns),
+        )  # fmt: skip
+
+
 def live_dtype(cache: Any) -> str:
     """Return the name of the dtype of the rows in a cache, or "" while it holds none."""
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(layers_of(cache)):
         live = kind_of(layer, index).read(layer)
         if live and live[0][0] in ("k", "conv"):
             return dtype_of(live[0][1].dtype, "the cache")

@@ -10,11 +10,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvsnap.engines._tf_compressed import compressed_geometry, index_of_blocks, shared_attentions
+from kvsnap.engines._tf_encoder import cross_parts
 from kvsnap.engines._tf_parts import Geometry, Part, heads, rows
 from kvsnap.errors import UnsupportedError
 from kvsnap.tensors import Pairing, RopeState
 
 __all__ = ["attentions_of", "geometry_of"]
+
+_WINDOWS_ONLY = ("cohere2", "dory", "exaone4", "exaone_moe", "flint", "kolibri1")
+"""Families, by the beginning of their names, that rotate the keys of their windows, and of no layer beside those."""
 
 _HALF, _INTERLEAVED = [-2.0, -3.0, 0.0, 1.0], [-1.0, 0.0, -3.0, 2.0]
 
@@ -25,15 +30,23 @@ def geometry_of(module: Any, config: Any, layers: Sequence[Any]) -> tuple[Geomet
     Raise `UnsupportedError` naming a layer whose attention is not known.
     """
     latent = attentions_of(module) if getattr(config, "kv_lora_rank", None) is not None else {}
-    plain = _plain_attentions(module)
+    plain, shared = _plain_attentions(module), shared_attentions(module)
+    if getattr(module.config, "is_encoder_decoder", False):
+        return _of_decoder(module, config, layers, plain)
+    types = getattr(config, "layer_types", None) or ()
     count = len(layers) or len(latent) or int(config.num_hidden_layers)
     found = []
     for index in range(count):
         layer = layers[index] if layers else None
         if type(layer).__name__ == "DummyLayer":
             found.append(Geometry("none", 0, shares=_shared(module, index)))
-        elif type(layer).__name__ == "LinearAttentionLayer":
+        elif type(layer).__name__ == "LinearAttentionLayer" or (
+            layer is None and index < len(types) and types[index] == "linear_attention"
+        ):
             found.append(Geometry("recurrent", 0, open=True))
+        elif index in shared and layer is not None:
+            query_heads, rope = int(config.num_attention_heads), _rope(module, config, index)
+            found.append(compressed_geometry(shared[index], layer, index, query_heads, rope))
         elif getattr(config, "kv_lora_rank", None) is not None:
             if getattr(layer, "is_sliding", False):
                 raise UnsupportedError(f"layer {index} has latent attention in a window, which is not supported yet")
@@ -43,6 +56,15 @@ def geometry_of(module: Any, config: Any, layers: Sequence[Any]) -> tuple[Geomet
     return tuple(found)
 
 
+def _of_decoder(module: Any, config: Any, layers: Sequence[Any], plain: Mapping[int, Any]) -> tuple[Geometry, ...]:
+    # Settings of a decoder alone say it plainly; those of both have names of their own for its layers.
+    whole = config if getattr(module.config, "decoder", None) is not None else module.config
+    names = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
+    count = next(int(found) for name in names if (found := getattr(whole, name, None)) is not None)
+    own = [layers[index].own if index < len(layers) else None for index in range(count)]
+    return tuple(cross_parts(_plain(module, config, i, layer, plain.get(i))) for i, layer in enumerate(own))
+
+
 def attentions_of(module: Any) -> dict[int, Any]:
     """Return the modules of latent attention by the number of the cache layer that each writes to."""
     parts = (part for part in module.modules() if hasattr(part, "kv_b_proj"))
@@ -50,8 +72,9 @@ def attentions_of(module: Any) -> dict[int, Any]:
 
 
 def _plain_attentions(module: Any) -> dict[int, Any]:
-    parts = (part for part in module.modules() if hasattr(part, "k_proj") and hasattr(part, "head_dim"))
-    return {int(part.layer_idx): part for part in parts if isinstance(getattr(part, "layer_idx", None), int)}
+    parts = [part for part in module.modules() if hasattr(part, "k_proj") and hasattr(part, "head_dim")]
+    # An attention comes before the index inside of it, which may look alike.
+    return {int(part.layer_idx): part for part in parts[::-1] if isinstance(getattr(part, "layer_idx", None), int)}
 
 
 def _shared(module: Any, index: int) -> int | None:
@@ -74,10 +97,18 @@ def _plain(module: Any, config: Any, index: int, layer: Any, attention: Any) -> 
     if rotated and not rotated[index]:
         rope, pairing = "none", ""
     window = int(getattr(layer, "sliding_window", 0) or 0)
+    mixed_in = any(kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ())
+    if mixed_in and not window and str(config.model_type).startswith(_WINDOWS_ONLY):
+        rope, pairing = "none", ""
     if window == 1:
         raise UnsupportedError(f"layer {index} has a window of 1, which holds nothing", expected="2 or more", found=1)
     count, width, of_value = _sizes(config, attention)
-    parts = (heads("k", count, width, rope, pairing, window), heads("v", count, of_value, window=window))
+    parts: tuple[Part, ...] = (
+        heads("k", count, width, rope, pairing, window),
+        heads("v", count, of_value, window=window),
+    )
+    if hasattr(layer, "idx_keys"):
+        parts = (*parts, index_of_blocks(attention.indexer))
     mixed = "LinearAttention" in type(layer).__name__
     return Geometry("hybrid" if mixed else "attention", query_heads, parts, open=mixed)
 

@@ -16,7 +16,7 @@ from kvsnap.layout import PositionRun, Snapshot
 from kvsnap.protocols import Progress
 from kvsnap.tensors import Layer, Tensor, read_all
 
-__all__ = ["build_cache", "check_snapshot"]
+__all__ = ["build_cache", "check_snapshot", "is_encoded"]
 
 _HELD_TWICE = 256 << 20
 
@@ -46,7 +46,7 @@ def check_snapshot(snapshot: Snapshot, model: Model, dtype: str, *, cast: bool) 
             expected=[model.vocab_size], found=list(snapshot.logits.shape),
         )  # fmt: skip
     line = _line_of(snapshot)
-    if n_rows == 0 and not snapshot.layers:
+    if n_rows == 0 and not is_encoded(snapshot) and (not snapshot.layers or model.encodes):
         return line
     if len(snapshot.layers) != len(model.geometry):
         raise CompatibilityError("wrong number of layers", expected=len(model.geometry), found=len(snapshot.layers))
@@ -54,7 +54,24 @@ def check_snapshot(snapshot: Snapshot, model: Model, dtype: str, *, cast: bool) 
         _check_layer(layer, geometry, index, dtype, n_rows, cast=cast)
         for tensor, part in pairs_of(layer, geometry):
             _check_held(tensor, part, f"layer {index} {part.role}", line.n_rows, n_rows)
+    _check_crossed(snapshot)
     return line
+
+
+def is_encoded(snapshot: Snapshot) -> bool:
+    """Tell whether a snapshot holds what the decoder uses of an encoded input."""
+    return any(tensor.role == "cross_k" for tensor in snapshot.tensors())
+
+
+def _check_crossed(snapshot: Snapshot) -> None:
+    """Refuse a snapshot whose layers hold unequal numbers of rows of the encoder's output."""
+    found = [(t.spec.layer, t.role, t.n_rows) for t in snapshot.tensors() if t.role in ("cross_k", "cross_v")]
+    for layer, role, count in found:
+        if not count or count != found[0][2]:
+            raise CompatibilityError(
+                f"layer {layer} {role}: another number of rows of the input than in layer 0",
+                expected=found[0][2] or "1 or more", found=count,
+            )  # fmt: skip
 
 
 def _check_positions(snapshot: Snapshot, model: Model) -> None:
@@ -125,8 +142,9 @@ def _check_layer(layer: Layer, geometry: Geometry, index: int, dtype: str, n_row
         ]
         if not part.fits(tensor.shape):
             compared.append(("shape", part.shape(part.needed(n_rows)), tensor.shape))
-        if part.growth == "grow":
+        if part.counts:
             compared += [
+                ("positions for each row", part.tokens_per_row, found.tokens_per_row),
                 ("shape", part.shape(part.needed(n_rows)), part.shape(tensor.n_rows)),
                 ("first row", 0, tensor.start),
             ]
@@ -163,11 +181,11 @@ def build_cache(
     Return it as a cache. Raise what the tensors raise when their bytes are damaged; nothing else has changed then.
     """
     cache = model.fresh_cache()
-    if n_rows == 0:
+    if n_rows == 0 and not is_encoded(snapshot):
         return cache
     wanted, layers = [], []
     for layer, device, geometry in zip(snapshot.layers, model.devices(), model.geometry, strict=True):
-        pairs = [(tensor, part) for tensor, part in pairs_of(layer, geometry)]
+        pairs = [(_needed(tensor, part, n_rows), part) for tensor, part in pairs_of(layer, geometry)]
         layers.append(pairs)
         wanted += [_Wanted(tensor, device, dtype, part) for tensor, part in pairs]
     read = iter(_read(wanted, workers, progress))
@@ -176,6 +194,11 @@ def build_cache(
         live = tuple((part.role, _used(next(read), tensor, part, n_rows)) for tensor, part in pairs)
         kind_of(target, index).write(target, live, n_rows)
     return cache
+
+
+def _needed(tensor: Tensor, part: Part, n_rows: int) -> Tensor:
+    """Return a tensor, of a window without what lies far before it: a session keeps every row that it was handed."""
+    return tensor.since(n_rows - part.needed(n_rows)) if part.growth == "window" else tensor
 
 
 def _used(memory: Any, tensor: Tensor, part: Part, n_rows: int) -> Any:
@@ -196,7 +219,8 @@ class _Wanted:
         self.tensor = tensor
         self.device = torch.device(device)
         self.stored = getattr(torch, tensor.spec.dtype)
-        self.dtype = dtype if part.row_axis >= 0 or part.role == "conv" else self.stored
+        own = getattr(torch, part.dtype) if part.dtype else dtype
+        self.dtype = own if part.row_axis >= 0 else dtype if part.role == "conv" else self.stored
 
     @property
     def held_twice(self) -> int:

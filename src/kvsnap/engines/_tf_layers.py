@@ -7,17 +7,19 @@ that leaves something out is worse than none.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvsnap.engines._tf_compressed import COMPRESSED, with_index
+from kvsnap.engines._tf_kinds import LayerKind, Live
 from kvsnap.engines._tf_parts import Geometry, Part, state
 from kvsnap.engines._tf_states import COPIED as STATES_COPIED
 from kvsnap.engines._tf_states import KEPT as STATES_KEPT
 from kvsnap.engines._tf_states import linear_read, linear_write
+from kvsnap.engines._tf_views import CrossLayer, MixedLayer, crossed, drop_layers, layer_at, layers_of, mixed
 from kvsnap.errors import UnsupportedError
 from kvsnap.tensors import numpy_dtype
 
@@ -31,6 +33,7 @@ __all__ = [
     "dtype_of",
     "kind_of",
     "layer_at",
+    "layers_of",
     "learned",
     "marks_of",
     "numpy_view",
@@ -39,70 +42,58 @@ __all__ = [
 ]
 
 _DTYPES = ("float32", "float16", "bfloat16")
-Live = tuple[tuple[str, Any], ...]
-"""The live tensors of a layer, each with its role. The roles of rows are those of keys and values, `k` and `v`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKind:
-    """How one class of cache layer is handled.
-
-    `read(layer)` returns the live tensors `[batch, ...]` with their roles, in the order of the parts, or () while it
-    holds nothing; `write(layer, live, n_rows)` makes such tensors the content of an empty layer without a copy;
-    `rows(layer)` counts the positions it has seen, None where it does not; `cut(layer, rows)` drops the positions
-    behind, allocates nothing, may be called twice, and raises `UnsupportedError` where the layer cannot.
-
-    To undo a pass that failed, `drop(layer, rows)` takes away the rows that it added, where there is one, and what the
-    attributes `kept` referred to is put back; of those that a pass writes over in place, `copied`, a copy is kept.
-    """
-
-    read: Callable[[Any], Live]
-    write: Callable[[Any, Live, int], None]
-    rows: Callable[[Any], int | None]
-    cut: Callable[[Any, int], None]
-    drop: Callable[[Any, int], None] | None = None
-    kept: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
 
 
 def kind_of(layer: Any, index: int) -> LayerKind:
     """Return how a cache layer is handled; raise `UnsupportedError` naming the class where it is not known."""
     cls = type(layer)
-    if cls.__module__ == "transformers.cache_utils" and cls.__name__ in KINDS:
-        return KINDS[cls.__name__]
+    if cls is CrossLayer:
+        return crossed(kind_of(layer.own, index), _dynamic_only(layer.cross, index))
+    if cls is MixedLayer:
+        return mixed(_dynamic_only(layer.own, index))
+    kind = KINDS.get(cls.__name__)
+    if kind is not None and cls.__module__ == kind.module:
+        return kind
     raise UnsupportedError(
         f"layer {index} is a {cls.__name__}, which is not supported yet",
         expected=" or ".join(KINDS), found=cls.__name__,
     )  # fmt: skip
 
 
-def layer_at(cache: Any, index: int) -> Any:
-    """Return one layer of a cache; a cache that makes its layers as they come makes those up to `index`."""
-    while len(cache.layers) <= index:
-        cache.layers.append(cache.layer_class_to_replicate())
-    return cache.layers[index]
+def _dynamic_only(layer: Any, index: int) -> LayerKind:
+    kind = kind_of(layer, index)
+    if kind is not _DYNAMIC:
+        raise UnsupportedError(
+            f"layer {index} keeps a {type(layer).__name__} where only a DynamicLayer is supported",
+            expected="DynamicLayer", found=type(layer).__name__,
+        )  # fmt: skip
+    return kind
 
 
 def rows_of(cache: Any) -> list[int | None]:
     """Return the number of positions that each layer of a cache has seen; None where a layer does not count them."""
-    return [kind_of(layer, index).rows(layer) for index, layer in enumerate(cache.layers)]
+    return [kind_of(layer, index).rows(layer) for index, layer in enumerate(layers_of(cache))]
 
 
 def marks_of(cache: Any) -> tuple[object, ...]:
     """Return what is different after a cache was changed: the rows of each layer, or the versions of its states."""
-    return tuple(_mark(layer, kind_of(layer, index)) for index, layer in enumerate(cache.layers))
+    return tuple(_mark(layer, kind_of(layer, index)) for index, layer in enumerate(layers_of(cache)))
 
 
 def _mark(layer: Any, kind: LayerKind) -> object:
     rows = kind.rows(layer)
-    if rows is not None:
-        return rows
-    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for _, t in kind.read(layer))
+    if kind.fixed is not None:
+        return rows, _versions(kind.fixed(layer))
+    return rows if rows is not None else _versions(t for _, t in kind.read(layer))
+
+
+def _versions(tensors: Iterable[Any]) -> tuple[object, ...]:
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
 
 
 def cut(cache: Any, n_rows: int) -> None:
     """Drop the positions behind `n_rows` in every layer, which each of them must be able to."""
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(layers_of(cache)):
         kind_of(layer, index).cut(layer, n_rows)
 
 
@@ -116,14 +107,14 @@ class Undo:
     def __init__(self, cache: Any) -> None:
         self._cache = cache
         self._kept: list[tuple[Any, LayerKind, int, dict[str, Any]]] = []
-        for index, layer in enumerate(cache.layers):
+        for index, layer in enumerate(layers_of(cache)):
             kind = kind_of(layer, index)
             kept = {name: _kept(getattr(layer, name), name in kind.copied) for name in kind.kept}
             self._kept.append((layer, kind, kind.rows(layer) or 0, kept))
 
     def put_back(self) -> None:
         """Put every layer back, and take away layers that came since."""
-        del self._cache.layers[len(self._kept) :]
+        drop_layers(self._cache, len(self._kept))
         for layer, kind, n_rows, kept in self._kept:
             if kind.drop is not None:
                 kind.drop(layer, n_rows)
@@ -142,13 +133,18 @@ def _kept(value: Any, copied: bool) -> Any:
 
 def tensors_of(layer: Any, index: int, geometry: Geometry) -> Live:
     """Return the live tensors of a layer with the roles and axes that its geometry tells; () while it holds nothing."""
+    import torch
+
     live = kind_of(layer, index).read(layer)
     named = []
     for place, (role, tensor) in enumerate(live):
         part = geometry.parts[place] if place < len(geometry.parts) else None
         # transformers gives the rows of latent attention an axis of one head.
         bare = part is not None and "head" not in part.axes and tensor.ndim == 4 and tensor.shape[1] == 1
-        named.append((role if part is None else part.role, tensor[:, 0] if bare else tensor))
+        found = tensor[:, 0] if bare else tensor
+        if part is not None and part.held and part.dtype and not found.numel():
+            found = found.to(getattr(torch, part.dtype))  # of what is not there yet a layer knows no dtype
+        named.append((role if part is None else part.role, found))
     return tuple(named)
 
 
@@ -169,10 +165,11 @@ def check_layer(layer: Any, index: int, geometry: Geometry, n_rows: int) -> None
         )
     for part, (_, tensor) in zip(parts, live, strict=False):
         _check_tensor(index, part, tensor, n_rows)
-        if part.row_axis >= 0 and tensor.dtype != live[0][1].dtype:
+        wanted = part.dtype or str(live[0][1].dtype).removeprefix("torch.")
+        if part.row_axis >= 0 and str(tensor.dtype).removeprefix("torch.") != wanted:
             raise UnsupportedError(
-                f"layer {index} keeps {part.role} in another dtype than {parts[0].role}",
-                expected=live[0][1].dtype, found=tensor.dtype,
+                f"layer {index} keeps {part.role} in another dtype than its settings say",
+                expected=wanted, found=str(tensor.dtype).removeprefix("torch."),
             )  # fmt: skip
 
 
@@ -181,7 +178,9 @@ def _check_tensor(index: int, part: Part, tensor: Any, n_rows: int) -> None:
     held = found[part.row_axis] if part.row_axis >= 0 and len(found) > part.row_axis else 0
     needed = part.needed(n_rows)
     # A window that records what it passes by holds more rows than it needs.
-    fits = held == needed or (part.growth == "window" and needed < held <= n_rows)
+    fits = (held > 0 if part.growth == "static" else held == needed) or (
+        part.growth == "window" and needed < held <= n_rows
+    )
     if not part.fits(found) or (part.row_axis >= 0 and not fits):
         raise UnsupportedError(
             f"layer {index} does not keep {part.role} as its settings say",
@@ -378,5 +377,7 @@ KINDS: dict[str, LayerKind] = {
     "LinearAttentionAndFullAttentionLayer": _beside(_DYNAMIC),
     "LinearAttentionAndSlidingWindowAttentionLayer": _beside(_WINDOW),
     "DummyLayer": LayerKind(lambda _: (), lambda *_: None, _no_rows, lambda *_: None),
+    "MiniMaxM3VLSparseCacheLayer": with_index(_DYNAMIC),
+    **COMPRESSED,
 }
-"""How each class of `transformers.cache_utils` is handled, by its name."""
+"""How each class of cache layer is handled, by its name."""

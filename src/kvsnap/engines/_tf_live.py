@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from kvsnap.engines._tf_layers import Undo, marks_of, rows_of
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_state import Line, Live, check_room
 from kvsnap.errors import InputError, UnsupportedError
-from kvsnap.layout import SamplerState
+from kvsnap.layout import EncoderInput, SamplerState
 from kvsnap.protocols import Progress
 from kvsnap.sampling import start
 
 __all__ = ["LiveState", "live_of"]
 
 
-def live_of(cache: Any, lines: tuple[Line, ...], sampler: SamplerState) -> Live:
+def live_of(cache: Any, lines: tuple[Line, ...], sampler: SamplerState, encoded: EncoderInput | None = None) -> Live:
     """Return a state as it is now."""
-    return Live(cache, lines, sampler, marks_of(cache))
+    return Live(cache, lines, sampler, marks_of(cache), encoded)
 
 
 class LiveState:
@@ -107,7 +108,7 @@ class LiveState:
             self._mend()
 
     def _publish(self, line: Line, sampler: SamplerState) -> None:
-        self._live = live_of(self._live.cache, (line,), sampler)
+        self._live = live_of(self._live.cache, (line,), sampler, self._live.encoded)
 
     def _evaluate(
         self, cache: Any, line: Line, progress: Progress | None = None, positions: Sequence[int] | None = None
@@ -118,8 +119,8 @@ class LiveState:
         elif line.positions or line.offset is not None:
             positions = line.pending_positions
         logits = line.logits
-        for first, last in self._passes(line, total):
-            part = ids[first:last]
+        for first, stop in self._split(line, total):
+            part = ids[first:stop]
             places = None if positions is None else positions[first : first + len(part)]
             logits = self._model.evaluate(cache, part, line.n_rows + first, places)
             self.forwards += 1
@@ -128,14 +129,15 @@ class LiveState:
                 progress(first + len(part), total)
         return line if logits is None or not total else line.evaluated(logits, positions)
 
-    def _passes(self, line: Line, total: int) -> Iterator[tuple[int, int]]:
-        """Yield where each pass over `total` pending ids starts and ends."""
-        last = 0
-        while last < total:
-            first, behind = last, line.n_rows > 0 or last > 0
-            alone = (line.again and not first) or (behind and self._model.starts_over)
-            last = min(total, first + (1 if alone else self._step))
-            yield first, last
+    def _split(self, line: Line, total: int) -> list[tuple[int, int]]:
+        """Return the first and the last id of each pass that is made of `total` pending ones."""
+        step = self._step
+        cuts = [0, 1] if line.again and total else [0]
+        if self._model.cache.alone or self._model.starts_over:
+            cuts += range(cuts[-1] + (1 if line.n_rows or line.again else step), total)
+        else:
+            cuts += range(cuts[-1] + step, total, step)
+        return [pair for pair in pairwise((*cuts, total)) if pair[0] < pair[1]]
 
     def _check_room(self, line: Line, more: int) -> None:
         check_room(max(line.taken, line.next_position + line.n_pending), more, self.context_limit)

@@ -10,16 +10,21 @@ from typing import Any
 import numpy.typing as npt
 
 from kvsnap.engines._tf_caches import CacheKind, cache_kind
+from kvsnap.engines._tf_encoder import FAMILIES, crossed_length, stand_in
 from kvsnap.engines._tf_geometry import attentions_of, geometry_of
-from kvsnap.engines._tf_layers import check_layer, kind_of, learned, numpy_view, rows_of
+from kvsnap.engines._tf_layers import check_layer, cut, kind_of, learned, numpy_view, rows_of
 from kvsnap.engines._tf_parts import Geometry
 from kvsnap.engines._tf_states import starts_over
+from kvsnap.engines._tf_views import layer_at, layers_of
 from kvsnap.errors import InputError, UnsupportedError
 
 __all__ = ["Model", "recognises"]
 
 _ELSEWHERE = {
     "recurrent_gemma": "keeps its recurrent states in its own modules, where no cache reaches them",
+    "reformer": "keeps hidden states and buckets in a ReformerDynamicCache, without keys and values",
+    "xlnet": "keeps the hidden states of earlier passes as mems, not keys and values",
+    "xlstm": "keeps its states in an xLSTMCache of its own, which is not supported",
     "rwkv": "keeps its state in a list of its own, which cannot be handed back to generate",
 }
 """Families whose state is out of reach, and why."""
@@ -51,12 +56,13 @@ class Model:
     context_limit: int | None
     cache: CacheKind
     cache_options: Mapping[str, Any]
+    encodes: bool = False
 
     @staticmethod
     def of(model: Any, cache: str = "dynamic", cache_options: Mapping[str, Any] | None = None) -> Model:
         """Look at a model. Raise `UnsupportedError` naming what in it is not supported."""
-        kind, options = cache_kind(cache, cache_options or {}), dict(cache_options or {})
-        module = _inside_peft(model)
+        module, options = _inside_peft(model), dict(cache_options or {})
+        kind = cache_kind(cache, options, module)
         config = module.config.get_text_config(decoder=True)
         parameters = inspect.signature(type(module).forward).parameters
         layers = _refuse_unsupported(module, config, kind, options)
@@ -67,11 +73,13 @@ class Model:
                 f"{type(module).__name__}.forward takes no cache", expected=" or ".join(names), found="none of them"
             )
         geometry = geometry_of(module, config, layers)
-        limit = getattr(config, "max_position_embeddings", None)
+        limits = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
+        limit = next((found for name in limits if (found := getattr(config, name, None)) is not None), None)
         return Model(
             module, config, keyword, "logits_to_keep" in parameters, "position_ids" in parameters,
             starts_over(module), geometry,
             int(config.vocab_size), None if limit is None else int(limit), kind, options,
+            bool(getattr(module.config, "is_encoder_decoder", False)),
         )  # fmt: skip
 
     def fresh_cache(self) -> Any:
@@ -84,8 +92,8 @@ class Model:
 
     def devices(self) -> list[Any]:
         """Return the device of each layer's weights now (a model may be moved, or be spread over several)."""
-        count = len(self.geometry)
-        lists = (part for part in self.module.modules() if type(part).__name__ == "ModuleList" and len(part) == count)
+        count, inside = len(self.geometry), self.module.get_decoder() if self.encodes else self.module
+        lists = (part for part in inside.modules() if type(part).__name__ == "ModuleList" and len(part) == count)
         blocks: Any = next((found for found in lists if _first_parameter(found[0]) is not None), ())
         if not blocks:  # LongCat has two layers of cache in each block
             found = attentions_of(self.module)
@@ -99,13 +107,54 @@ class Model:
 
         `positions` are theirs, where they are not simply the next ones.
         """
+        self._check_mode()
+        outputs = None
+        if self.encodes:
+            length = crossed_length(cache)
+            if not length:
+                raise InputError("nothing is encoded yet: engine.encode(...) comes before the ids of the decoder")
+            outputs = stand_in(self.module, length)
+        if positions is None and self.cache.alone:
+            positions = range(n_rows, n_rows + len(ids))
+        return self._pass(cache, ids, n_rows, positions, outputs)
+
+    def encode(self, tensors: Mapping[str, Any]) -> Any:
+        """Return a cache with what the decoder uses of an encoded input, and no row: two passes, one of each.
+
+        The decoder evaluates one id, for only that makes its layers take what they need; the row is dropped.
+        """
         import torch
 
+        self._check_mode()
+        cache = self.fresh_cache()
+        with torch.inference_mode(False), torch.no_grad():
+            outputs = self.module.get_encoder()(**tensors, return_dict=True)
+        self._pass(cache, (0,), 0, None, outputs)
+        cut(cache, 0)
+        return cache
+
+    def emptied(self, cache: Any) -> Any:
+        """Return a cache without rows; one of an encoder-decoder shares what is encoded, which no pass changes."""
+        fresh = self.fresh_cache()
+        if self.encodes and crossed_length(cache):
+            for index, layer in enumerate(layers_of(cache)):
+                kind_of(layer, index).write(layer_at(fresh, index), kind_of(layer, index).read(layer), 0)
+        return fresh
+
+    def _check_mode(self) -> None:
         if self.module.training:
             raise InputError("the model is in training mode, where dropout makes every pass differ; call model.eval()")
+
+    def _pass(
+        self, cache: Any, ids: Sequence[int], n_rows: int, positions: Sequence[int] | None, outputs: Any
+    ) -> npt.NDArray[Any]:
+        import torch
+
         options: dict[str, Any] = {self.cache_keyword: cache, "use_cache": True, "return_dict": True}
         if self.keeps_logits:
             options["logits_to_keep"] = 1
+        if outputs is not None:
+            options["encoder_outputs"] = outputs
         embedding = self.module.get_input_embeddings()
         # no_grad and not inference_mode: the cache must stay usable by the user's own calls.
         with torch.inference_mode(False), torch.no_grad():
@@ -115,7 +164,13 @@ class Model:
                 if not self.takes_positions:
                     raise UnsupportedError(f"{type(self.module).__name__}.forward takes no position_ids")
                 options["position_ids"] = torch.tensor([list(positions)], dtype=torch.long, device=device)
-            found = self.module(input_ids=given, **options).logits[0, -1]
+            options["decoder_input_ids" if self.encodes else "input_ids"] = given
+            found = self.module(**options).logits[0, -1]
+            if self.encodes and bool(found.isnan().any()):
+                raise UnsupportedError(
+                    f"the logits of {self.config.model_type} are no numbers: its weights are not, or its decoder reads "
+                    "the output of the encoder at every pass, which is not kept"
+                )
             self.check(cache, n_rows + len(ids))
             own = torch.empty(found.shape, dtype=found.dtype, device="cpu")
             own.copy_(found)
@@ -129,7 +184,7 @@ class Model:
                 "the model does not keep one cache layer for each layer", expected=len(self.geometry), found=len(found)
             )
         geometry = list(self.geometry)
-        for index, (rows, layer) in enumerate(zip(found, cache.layers, strict=True)):
+        for index, (rows, layer) in enumerate(zip(found, layers_of(cache), strict=True)):
             if rows is not None and rows != n_rows:
                 raise UnsupportedError(
                     f"layer {index} does not keep a row for each token", expected=f"{n_rows} rows", found=rows
@@ -155,16 +210,24 @@ def _refuse_unsupported(module: Any, config: Any, cache: CacheKind, options: Map
         raise UnsupportedError(f"{config.model_type} {_ELSEWHERE[config.model_type]}")
     if not module.can_generate():
         raise UnsupportedError(f"{type(module).__name__} does not generate text: it has no language model head")
-    if getattr(module.config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{config.model_type} is an encoder-decoder, which is not supported yet")
+    family = module.config.model_type
+    if getattr(module.config, "is_encoder_decoder", False) and family not in FAMILIES:
+        raise UnsupportedError(
+            f"{family} is an encoder-decoder whose decoder may keep more than its cache, which is not supported yet",
+            expected=" ".join(sorted(FAMILIES)), found=family,
+        )  # fmt: skip
     supports = getattr(module, "_supports_default_dynamic_cache", None)
-    if supports is not None and not supports():
+    if supports is not None and not supports() and family not in cache.families:
         raise UnsupportedError(f"{config.model_type} keeps a cache of its own kind, which is not supported")
-    layers = cache.make(module, options).layers
+    layers = layers_of(cache.make(module, options))
     for index, layer in enumerate(layers):
         kind_of(layer, index)
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind in _STATEFUL and not (index < len(layers) and hasattr(layers[index], "recurrent_states")):
+        if (
+            family not in cache.families
+            and kind in _STATEFUL
+            and not (index < len(layers) and hasattr(layers[index], "recurrent_states"))
+        ):
             raise UnsupportedError(
                 f"layer {index} is of the type {kind}, which this release keeps no layer of cache for"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from kvsnap.tensors import Growth, Pairing, RopeState, TensorSpec
 
@@ -18,6 +19,10 @@ class Part:
 
     `sizes` has 0 for the axis `row`, and None where only a pass of the model tells the size. `dtype` is "" for the
     dtype of the cache; a state may have one of its own, which the pass tells too.
+
+    `group` is set where positions are taken together in groups of so many, from the first one on: nothing can be taken
+    out from between them. What is replaced and counts holds the positions behind the last whole group (`held` "rest"),
+    or those of that group ("last").
     """
 
     role: str
@@ -29,6 +34,8 @@ class Part:
     dtype: str = ""
     rope: RopeState = "none"
     pairing: Pairing = ""
+    group: int = 0
+    held: Literal["", "rest", "last"] = ""
 
     @property
     def row_axis(self) -> int:
@@ -38,8 +45,17 @@ class Part:
     def is_known(self) -> bool:
         return None not in self.sizes
 
+    @property
+    def counts(self) -> bool:
+        """True where the number of rows follows from the number of positions, and is no other."""
+        return self.growth == "grow" or bool(self.held)
+
     def needed(self, n_rows: int) -> int:
         """Return the rows of this tensor without which the model cannot go on behind `n_rows` positions."""
+        if self.held == "rest":
+            return n_rows % self.group
+        if self.held == "last":
+            return self.group if n_rows >= self.group else 0
         if self.growth == "window":
             return min(n_rows, self.window - 1)
         return n_rows // self.tokens_per_row
@@ -59,7 +75,7 @@ class Part:
     def learned(self, shape: Sequence[int], dtype: str) -> Part:
         """Return the part with the sizes that a live tensor shows, without its batch axis."""
         sizes = tuple(0 if axis == self.row_axis else int(length) for axis, length in enumerate(shape))
-        return replace(self, sizes=sizes, dtype="" if self.growth in ("grow", "window") and not self.dtype else dtype)
+        return replace(self, sizes=sizes, dtype=dtype if self.dtype or self.row_axis < 0 else "")
 
 
 def heads(

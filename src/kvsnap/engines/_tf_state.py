@@ -10,7 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.errors import ContextError, InputError
-from kvsnap.layout import PositionRun, Run, RunKind, SamplerState, cut_positions, join_positions, join_runs
+from kvsnap.layout import (
+    EncoderInput,
+    PositionRun,
+    Run,
+    RunKind,
+    SamplerState,
+    cut_positions,
+    join_positions,
+    join_runs,
+)
 
 __all__ = ["Line", "Live", "check_ids", "check_positions", "check_room", "straightened"]
 
@@ -98,12 +107,16 @@ def straightened(runs: Sequence[PositionRun]) -> tuple[PositionRun, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A cache, the sequences in it (one for each row of the batch), the sampler, and what the cache looked like."""
+    """A cache, the sequences in it (one for each row of the batch), the sampler, and what the cache looked like.
+
+    `encoded` names the input of an encoder-decoder; None: nothing is encoded.
+    """
 
     cache: Any
     lines: tuple[Line, ...]
     sampler: SamplerState
     marks: tuple[object, ...]
+    encoded: EncoderInput | None = None
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, first: int) -> tuple[int, ...]:

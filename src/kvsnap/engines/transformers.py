@@ -9,18 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvsnap.editing import Rope
 from kvsnap.engines import _tf_text
 from kvsnap.engines._tf_adopt import lines_in, only_rows
 from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
-from kvsnap.engines._tf_identity import identity_of, weights_stamp
+from kvsnap.engines._tf_encoder import crossed_length, encoder_input, with_input, without_input
+from kvsnap.engines._tf_identity import cache_quantisation_of, identity_of, weights_stamp
 from kvsnap.engines._tf_install import build_cache, check_snapshot
 from kvsnap.engines._tf_layers import cut, dtype_of
 from kvsnap.engines._tf_live import LiveState, live_of
 from kvsnap.engines._tf_model import Model, recognises
+from kvsnap.engines._tf_rope import rope_of
 from kvsnap.engines._tf_state import Line, check_ids, check_positions, check_room
-from kvsnap.errors import ConflictError, InputError
+from kvsnap.errors import ConflictError, InputError, UnsupportedError
 from kvsnap.identity import Identity
-from kvsnap.layout import Snapshot
+from kvsnap.layout import EncoderInput, Snapshot
 from kvsnap.protocols import Installed, Progress, Token
 from kvsnap.sampling import choose
 
@@ -61,7 +64,47 @@ class TransformersEngine(LiveState):
     # -- evaluating --------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        self._live = live_of(self._model.fresh_cache(), (Line(),), self._live.sampler)
+        self._mend()
+        self._live = live_of(
+            self._model.emptied(self._live.cache), (Line(),), self._live.sampler, self._live.encoded
+        )  # fmt: skip
+
+    def encode(self, text: Any = None, /, **inputs: Any) -> None:
+        """Encode the input of an encoder-decoder, and forget the sequence; `prefill` and `step` are of decoder ids.
+
+        `text` is text or ids. `inputs` are what the encoder of the model takes: `input_ids` `[ids]` or `[1, ids]`,
+        `input_features` `[1, mels, frames]`, of any float dtype. Two passes are counted: the encoder's, and one of
+        the decoder for one id, which takes what it needs of the other's output. `reset` keeps what is encoded.
+
+        All or nothing. Raise `UnsupportedError` for a model without an encoder or an attention mask with padding in
+        it, `InputError` for what is no single input.
+        """
+        given, tensors = self._input(text, inputs)
+        self._mend()
+        cache, stamp = self._model.encode(tensors), weights_stamp(self.model)
+        self.forwards += 2
+        self.evaluated += 1
+        self._live, self._stamp = live_of(cache, (Line(),), self._live.sampler, given), stamp
+
+    def holds(self, text: Any = None, /, **inputs: Any) -> bool:
+        """Tell whether this is the input that is encoded; arguments and errors as those of `encode`. No pass is made.
+
+        False also where it is not known what a cache that was taken over was made of.
+        """
+        given, _ = self._input(text, inputs)
+        return self.encoded == given
+
+    @property
+    def encoded(self) -> EncoderInput | None:
+        """The name of the input that is encoded, None where there is none."""
+        return self._live.encoded
+
+    def _input(self, text: Any, inputs: Mapping[str, Any]) -> tuple[EncoderInput, dict[str, Any]]:
+        if not self._model.encodes:
+            raise UnsupportedError(f"{self._model.config.model_type} has no encoder: prefill takes its prompt")
+        if isinstance(text, str):
+            text = self.tokenize(text)
+        return encoder_input(inputs if text is None else {**inputs, "input_ids": text}, self._model.module)
 
     def prefill(self, ids: Sequence[int], *, positions: Sequence[int] | None = None) -> None:
         """As `Engine.prefill`; `positions` are those of `ids`, where they are not simply the next ones."""
@@ -72,7 +115,7 @@ class TransformersEngine(LiveState):
             raise InputError("nothing to evaluate: the prompt is empty and so is the sequence")
         self._check_room(line, len(checked) if places is None else 0)
         with self._change() as (live, line):
-            self._stamp = self._stamp if line.n_rows else weights_stamp(self.model)
+            self._stamp = self._stamp if line.n_rows or live.encoded else weights_stamp(self.model)
             self._publish(self._evaluate(live.cache, line.extended(checked, "prompt"), None, places), live.sampler)
 
     def settle(self) -> None:
@@ -98,22 +141,27 @@ class TransformersEngine(LiveState):
         if not checked:
             raise InputError("nothing to evaluate: no ids were given")
         check_room(0, len(checked), self.context_limit)
-        cache, stamp = self._model.fresh_cache(), weights_stamp(self.model)
+        self._mend()
+        cache, stamp, encoded = self._model.emptied(self._live.cache), weights_stamp(self.model), self._live.encoded
+        if encoded is not None and self._stamp != stamp:
+            raise ConflictError("the weights were changed or moved after the input was encoded; encode it again")
         line = self._evaluate(cache, Line().extended(checked, "prompt"), progress)
-        self._live, self._stamp = live_of(cache, (line,), self._live.sampler), stamp
+        self._live, self._stamp = live_of(cache, (line,), self._live.sampler, encoded), stamp
 
     # -- out and in --------------------------------------------------------------------------------------------------
 
-    def capture(self, *, start: int = 0, row: int = 0) -> Snapshot:
+    def capture(self, *, start: int = 0, row: int = 0, progress: Progress | None = None) -> Snapshot:
         live = self._current()
         if not 0 <= row < len(live.lines):
             raise InputError("no such sequence in the batch", expected=f"0 to {len(live.lines) - 1}", found=row)
         line = live.lines[row]
         if not 0 <= start <= line.n_rows:
             raise InputError("no such row to start from", expected=f"0 to {line.n_rows}", found=start)
-        if line.n_rows and self._stamp != weights_stamp(self.model):
+        if (line.n_rows or live.encoded) and self._stamp != weights_stamp(self.model):
             raise ConflictError("the weights were changed or moved after rows were evaluated; reset() and start over")
         layers = read_layers(self._model, live.cache, line, row, start, self._cache_dtype())
+        if self._model.encodes:
+            layers = with_input(layers, live.encoded)
         return Snapshot(
             architecture=str(self._model.config.model_type),
             layers=layers,
@@ -126,7 +174,7 @@ class TransformersEngine(LiveState):
             positions=line.position_runs,
             logits=None if line.logits is None else logits_tensor(line.logits, layers),
             sampler=live.sampler,
-            identity=self.identity(),
+            identity=self.identity(progress),
             text=None if self.tokenizer is None else self.detokenize(line.tokens),
         )
 
@@ -143,9 +191,11 @@ class TransformersEngine(LiveState):
         """
         wanted = self._model.dtype()
         dtype = dtype_of(wanted, "the cache")
+        layers, encoded = without_input(snapshot.layers) if self._model.encodes else (snapshot.layers, None)
+        snapshot = replace(snapshot, layers=layers)
         line = check_snapshot(snapshot, self._model, dtype, cast=cast)
         cache = build_cache(snapshot, self._model, wanted, line.n_rows, workers or self._workers, progress)
-        self._live = live_of(cache, (line,), snapshot.sampler or self._live.sampler)
+        self._live = live_of(cache, (line,), snapshot.sampler or self._live.sampler, encoded)
         self._stamp = weights_stamp(self.model)
         given_up = snapshot.n_rows - line.n_rows
         notes = ["no logits are stored, so the last row is evaluated again"] if given_up else []
@@ -164,6 +214,7 @@ class TransformersEngine(LiveState):
         prompt: int | None = None,
         position_ids: Any = None,
         evaluated: int | None = None,
+        encoded: Mapping[str, Any] | None = None,
     ) -> None:
         """Take over a cache that `model.generate(..., return_dict_in_generate=True)` or a forward pass made.
 
@@ -171,12 +222,14 @@ class TransformersEngine(LiveState):
         keeps; ids behind it count), `logits` `[batch, vocab]` those of the last row, `prompt` how many columns are
         prompt (by default as many as the mask has). `position_ids` `[batch, evaluated ids]` are their positions, by
         default counted without the padding, as `generate` does. `evaluated` tells how many columns the cache has
-        seen, for one that only has states and does not count. Rows of padding are never captured. The cache object
-        becomes the live one and grows in place.
+        seen, for one that only has states and does not count. `encoded` is what the encoder was given, by keyword;
+        without it a snapshot does not tell. Rows of padding are never captured. The cache object becomes the live one
+        and grows in place.
 
         Raise `UnsupportedError` for another class of cache or layer, or for a batch without a mask, and `InputError`
         where the numbers do not fit. A batch can be captured row by row; only a single sequence can be continued.
         """
+        given = self._adopted(cache, encoded)
         lines = lines_in(
             cache, tokens, self._model, mask=attention_mask, logits=logits, prompt=prompt, ends=self._ends,
             positions=position_ids, evaluated=evaluated,
@@ -184,15 +237,26 @@ class TransformersEngine(LiveState):
         if len(lines) == 1:
             cache = only_rows(cache, lines[0], self._model)
             lines = (replace(lines[0], select=None),)
-            cut(cache, lines[0].n_rows)
-        self._live, self._stamp = live_of(cache, lines, self._live.sampler), weights_stamp(self.model)
+            if lines[0].again:
+                cut(cache, lines[0].n_rows)
+        self._live = live_of(cache, lines, self._live.sampler, given)
+        self._stamp = weights_stamp(self.model)
+
+    def _adopted(self, cache: Any, encoded: Mapping[str, Any] | None) -> EncoderInput | None:
+        if encoded is not None:
+            return self._input(None, encoded)[0]
+        return EncoderInput() if self._model.encodes and crossed_length(cache) else None
+
+    def rope(self) -> tuple[Rope | None, ...]:
+        """Return how each layer rotates its keys (None: not). `UnsupportedError` where that is not fixed or known."""
+        return rope_of(self._model)
 
     # -- identity and text -------------------------------------------------------------------------------------------
 
     def identity(self, progress: Progress | None = None) -> Identity:
         return identity_of(
             self._model, self.tokenizer, cache_dtype=self._cache_dtype(), workers=self._workers, progress=progress,
-            prefill_step=self._step,
+            prefill_step=self._step, cache_quantisation=cache_quantisation_of(self._live.cache.layers),
         )  # fmt: skip
 
     def tokenize(self, text: str, *, special: bool = True) -> tuple[int, ...]:

@@ -182,7 +182,7 @@ def _metadata(snapshot: Snapshot) -> dict[str, Any]:
         "n_rows": snapshot.n_rows,
         "n_pending": snapshot.n_pending,
         "token_offset": snapshot.token_offset,
-        "state": json.loads(schema.pack_sampler(snapshot.sampler)),
+        "state": json.loads(schema.pack_state(snapshot)),
         "identity": snapshot.identity.to_dict(),
         "text": snapshot.text,
         "metadata": dict(snapshot.metadata),
@@ -288,8 +288,9 @@ def _build(
         raise FormatError("metadata: runs do not sum up to tokens and rows", path=path, offset=8)
     for tensor in tensors.values():
         rows = counts["n_rows"] // tensor.spec.tokens_per_row
-        if tensor.spec.growth == "grow" and tensor.start + tensor.n_rows != rows:
+        if tensor.spec.grows and tensor.start + tensor.n_rows != rows:
             raise FormatError(f"{tensor.name}: rows are missing", path=path, expected=rows, found=tensor.n_rows)
+    state = json.dumps(about.get("state")).encode()
     return Snapshot(
         architecture=geometry.architecture,
         layers=geometry.build(tensors),
@@ -297,7 +298,8 @@ def _build(
         runs=runs,
         positions=positions,
         logits=logits,
-        sampler=schema.parse_sampler(json.dumps(about.get("state")).encode(), path, 8),
+        sampler=schema.parse_sampler(state, path, 8),
+        shard=schema.parse_proof(state, geometry.shard, path, 8),
         identity=Identity.from_dict(about.get("identity", {})),
         text=text if isinstance(text, str) else None,
         metadata=metadata,

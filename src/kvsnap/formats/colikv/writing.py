@@ -146,6 +146,7 @@ def losses_of(snapshot: Snapshot, encoding: Encoding, content: Content) -> tuple
         ("architecture", bool(snapshot.architecture), "the name of the architecture is not stored"),
         ("text", snapshot.text is not None, "the text is not stored; the ids are"),
         ("metadata", bool(snapshot.metadata), "notes of the user are not stored"),
+        ("shard", snapshot.shard is not None, f"that this is {snapshot.shard} is left out: it reads as a whole"),
         ("runs", any(r.kind == "generated" for r in snapshot.runs), "prompt and generated tokens are not told apart"),
         ("pending", snapshot.n_pending > 0, f"{snapshot.n_pending} tokens that are not evaluated yet have no record"),
         ("bound", snapshot.bound > 0, "that the rows are not exact is not recorded"),

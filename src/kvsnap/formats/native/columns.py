@@ -142,7 +142,7 @@ class Columns:
             )  # fmt: skip
         # Rows that had left a window before they were saved: what lies before them is of no use any more.
         since = int(gaps[-1]) if len(gaps) else 0
-        used = {int(k) for k in np.unique(kinds[spans[since:]])}
+        used = {int(k) for k in np.unique(kinds[spans[since:]][kept[since:] > 0])}
         bound = max((part.bound for k, part in enumerate(parts) if part is not None and k in used), default=0.0)
         whole = bool((kept[since:] == rows[since:]).all())
         return _Column(spans[since:], begin[since:], kept[since:], stored[since:], whole, bound)
@@ -180,6 +180,16 @@ class JoinedSource:
     def is_small(self) -> bool:
         """True when reading span by span costs more than the bytes."""
         return int(self.column.stored.sum()) <= _SMALL * len(self.column.spans)
+
+    def since(self, row: int) -> tuple[JoinedSource, int, int]:
+        """Return the spans from the one that holds `row` on, the first row of those, and how many they hold."""
+        ends = self.column.starts + self.column.kept
+        first = min(int(np.searchsorted(ends, row, side="right")), len(ends) - 1)
+        c = self.column
+        column = _Column(
+            c.spans[first:], c.starts[first:], c.kept[first:], c.stored[first:], c.whole, c.bound
+        )  # fmt: skip
+        return JoinedSource(self.spec, self.batch, column), int(column.starts[0]), int(column.kept.sum())
 
     def array(self) -> Array:
         """Return the values in memory of their own, read-only."""

@@ -36,7 +36,7 @@ from kvsnap.formats.native.tables import (
 )
 from kvsnap.formats.native.vault import open_vault
 from kvsnap.identity import Identity
-from kvsnap.layout import Snapshot, Tensor
+from kvsnap.layout import Shard, Snapshot, Tensor
 from kvsnap.records import (
     FORKED,
     HEADER_SIZE,
@@ -277,6 +277,14 @@ class NativeFile:
         file, offset = self.state_place()
         return self.state_at(file, offset, self.commit.n_rows) if offset else ({}, None)
 
+    def shard(self) -> Shard | None:
+        """Return which part of a whole this is, with its proof where the end of the history has one; None: whole."""
+        file, offset = self.state_place()
+        if self.geometry.shard is None or not offset:
+            return self.geometry.shard
+        table, payload, _ = file.table_at(offset, Kind.STATE)
+        return schema.parse_proof(table.meta, self.geometry.shard, file.path, payload)
+
     def state_at(self, file: NativeFile, offset: int, n_rows: int) -> tuple[dict[int, Tensor], SamplerState | None]:
         """Read the STATE at `offset` of `file`, which belongs to this one, as that of the first `n_rows` rows."""
         table, payload, _ = file.table_at(offset, Kind.STATE)
@@ -287,6 +295,7 @@ class NativeFile:
                 found=f"row {table.row_start}, {len(table.tokens)} tokens, {table.n_rows} rows",
             )  # fmt: skip
         schema.parse_token_offset(table.meta, file.path, payload)
+        schema.parse_proof(table.meta, self.geometry.shard, file.path, payload)
         sizes, tensors = Sizes(self.geometry.tensors, replaced=True), {}
         for part in table.parts:
             source = PartSource(file.content, sizes, part, payload, mapped=file.mapped)

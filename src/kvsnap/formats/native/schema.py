@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, get_args
 
 from kvsnap.errors import FormatError, InputError, UnsupportedError
@@ -19,6 +20,7 @@ from kvsnap.tensors import (
     Layer,
     Pairing,
     RopeState,
+    Shard,
     Tensor,
     TensorSpec,
     numpy_dtype,
@@ -33,11 +35,13 @@ __all__ = [
     "pack_state",
     "parse_layout",
     "parse_note",
+    "parse_proof",
     "parse_sampler",
     "parse_token_offset",
 ]
 
 MAX_TENSORS, MAX_AXES, MAX_LAYERS, MAX_ROW_BYTES = 65_536, 8, 65_536, 2**40
+MAX_SHARDS = 65_536
 _CHOICES = {
     "role": ROLES,
     "dtype": tuple(DTYPES),
@@ -46,6 +50,7 @@ _CHOICES = {
     "pairing": get_args(Pairing),
     "kind": LAYER_KINDS,
 }
+_DIGEST = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +65,12 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What LAYOUT says: the architecture, every tensor (logits too), every layer."""
+    """What LAYOUT says: the architecture, every tensor (logits too), every layer, and of which whole it is a part."""
 
     architecture: str
     tensors: tuple[TensorSpec, ...]
     layers: tuple[LayerShape, ...]
+    shard: Shard | None = None
 
     def build(self, tensors: Mapping[int, Tensor]) -> tuple[Layer, ...]:
         """Return the layers, with the values given by tensor id. A tensor without values is left out."""
@@ -95,28 +101,30 @@ def geometry_of(snapshot: Snapshot) -> Geometry:
             )
         ids = tuple(t.spec.id for t in layer.tensors)
         layers.append(LayerShape(layer.kind, layer.num_query_heads, layer.shares, ids))
-    return Geometry(snapshot.architecture, tuple(tensors), tuple(layers))
+    shard = None if snapshot.shard is None else snapshot.shard.unproven()
+    return Geometry(snapshot.architecture, tuple(tensors), tuple(layers), shard)
 
 
 def pack_layout(geometry: Geometry) -> bytes:
     """Return the payload of a LAYOUT record. Raise `UnsupportedError` for what no reader would take."""
-    names = TensorSpec.__dataclass_fields__
-    payload = canonical_json(
-        {
-            "architecture": geometry.architecture,
-            "tensors": [{name: getattr(spec, name) for name in names} for spec in geometry.tensors],
-            "layers": [
-                {
-                    "index": i,
-                    "kind": layer.kind,
-                    "num_query_heads": layer.num_query_heads,
-                    "shares": layer.shares,
-                    "tensors": list(layer.tensors),
-                }
-                for i, layer in enumerate(geometry.layers)
-            ],
-        }
-    )
+    names, shard = TensorSpec.__dataclass_fields__, geometry.shard
+    lists: dict[str, Any] = {
+        "tensors": [{name: getattr(spec, name) for name in names} for spec in geometry.tensors],
+        "layers": [
+            {
+                "index": i,
+                "kind": layer.kind,
+                "num_query_heads": layer.num_query_heads,
+                "shares": layer.shares,
+                "tensors": list(layer.tensors),
+            }
+            for i, layer in enumerate(geometry.layers)
+        ],
+    }
+    if shard is not None:  # a reader that does not know of shards finds no tensors, and refuses
+        heads = [list(pair) for pair in shard.heads]
+        lists = {"shard": {"index": shard.index, "count": shard.count, "heads": heads, **lists}}
+    payload = canonical_json({"architecture": geometry.architecture, **lists})
     try:
         parse_layout(payload, None, 0)  # numbers of a foreign file may be beyond the limits of ours
     except FormatError as error:
@@ -164,6 +172,12 @@ class _Reader:
             self.refuse(name, "a finite number", "one beyond the range of a double")
         return float(value)
 
+    def pair(self, name: str, value: Any, first: int, second: int) -> tuple[int, int]:
+        """Check that a value is a pair of integers from 0 up to these."""
+        if not isinstance(value, list) or len(value) != 2:
+            self.refuse(name, "pairs", value)
+        return self.check_integer(name, value[0], 0, first), self.check_integer(name, value[1], 0, second)
+
     def items(self, name: str, most: int) -> list[Any]:
         value = self.data.get(name)
         if not isinstance(value, list) or len(value) > most:
@@ -208,7 +222,11 @@ def _spec(data: Any, path: str | None, offset: int) -> TensorSpec:
 
 def parse_layout(raw: bytes, path: str | None, offset: int) -> Geometry:
     """Parse the payload of a LAYOUT record. Raise `FormatError` naming the member."""
-    r = _Reader(parse_json(raw, path, offset), "LAYOUT", path, offset)
+    outer = r = _Reader(parse_json(raw, path, offset), "LAYOUT", path, offset)
+    if "shard" in r.data:
+        if "tensors" in r.data or "layers" in r.data:
+            r.refuse("shard", "tensors and layers inside it only", "some beside it")
+        r = _Reader(r.data["shard"], "LAYOUT shard", path, offset)
     tensors = tuple(_spec(item, path, offset) for item in r.items("tensors", MAX_TENSORS))
     known = {spec.id for spec in tensors}
     if len(known) != len(tensors):
@@ -227,10 +245,31 @@ def parse_layout(raw: bytes, path: str | None, offset: int) -> Geometry:
         if not known.issuperset(ids):
             row.refuse("tensors", "ids of tensors in this LAYOUT", sorted(set(ids) - known)[:4])
         layers.append(LayerShape(row.text("kind"), row.integer("num_query_heads", 0, 2**20), shares, ids))
-    return Geometry(r.text("architecture"), tensors, tuple(layers))
+    shard = None if r is outer else _shard(r, tensors)
+    return Geometry(outer.text("architecture"), tensors, tuple(layers), shard)
 
 
-def pack_sampler(state: SamplerState | None, **more: int) -> bytes:
+def _shard(r: _Reader, tensors: Sequence[TensorSpec]) -> Shard:
+    count = r.integer("count", 2, MAX_SHARDS)
+    heads = tuple(r.pair("heads", item, 2**32 - 1, 2**40) for item in r.items("heads", MAX_TENSORS))
+    shard = Shard(index=r.integer("index", 0, count - 1), count=count, heads=heads)
+    whole = dict(heads)
+    if len(whole) != len(heads) or not whole.keys() <= {spec.id for spec in tensors}:
+        r.refuse("heads", "ids of tensors in this LAYOUT, one each", [number for number, _ in heads])
+    for spec in tensors:
+        n_heads = whole.get(spec.id)
+        if ("head" in spec.axes) != (n_heads is not None):
+            r.refuse("heads", "exactly the tensors with heads", f"tensor {spec.id} with axes {' '.join(spec.axes)}")
+        if n_heads is None:
+            continue
+        first, stop = shard.span(n_heads) if shard.divides(n_heads) else (0, -1)
+        if spec.axes.count("head") != 1 or spec.shape[spec.axes.index("head")] != stop - first:
+            found = f"{spec.shape[spec.axes.index('head')]} of {n_heads} for tensor {spec.id}"
+            r.refuse("heads", f"the heads of one of {count} ranks", found)
+    return shard
+
+
+def pack_sampler(state: SamplerState | None, **more: Any) -> bytes:
     """Return the meta of a STATE record, with more members."""
     data: dict[str, Any] = {"sampler": None, "random": None, **more}
     if state is not None:
@@ -240,11 +279,30 @@ def pack_sampler(state: SamplerState | None, **more: int) -> bytes:
 
 
 def pack_state(snapshot: Snapshot) -> bytes:
-    """Return the meta of the STATE of a snapshot: sampler, and the next position where it is not the usual one."""
+    """Return the meta of the STATE of a snapshot.
+
+    That is the sampler, the next position where it is not the usual one, and of a shard what proves its place.
+    """
+    more: dict[str, Any] = {}
     last = snapshot.positions[-1] if snapshot.positions else None
-    if snapshot.token_offset == (last.start + last.count if last else 0):
-        return pack_sampler(snapshot.sampler)
-    return pack_sampler(snapshot.sampler, token_offset=snapshot.token_offset)
+    if snapshot.token_offset != (last.start + last.count if last else 0):
+        more["token_offset"] = snapshot.token_offset
+    if snapshot.shard is not None and snapshot.shard.parts:
+        more["shard"] = {"parts": list(snapshot.shard.parts), "starts": [list(pair) for pair in snapshot.shard.starts]}
+    return pack_sampler(snapshot.sampler, **more)
+
+
+def parse_proof(raw: bytes, shard: Shard | None, path: str | None, offset: int) -> Shard | None:
+    """Return a shard with what the meta of a STATE record proves of it. Raise `FormatError` naming the member."""
+    data = parse_json(raw, path, offset) if raw else {}
+    if shard is None or data.get("shard") is None:
+        return shard
+    r = _Reader(data["shard"], "STATE shard", path, offset)
+    parts = tuple(r.items("parts", shard.count))
+    if len(parts) != shard.count or not all(isinstance(p, str) and _DIGEST.fullmatch(p) for p in parts):
+        r.refuse("parts", f"{shard.count} digests of 32 hex digits", parts)
+    starts = tuple(r.pair("starts", item, 2**32 - 1, 2**40) for item in r.items("starts", MAX_TENSORS))
+    return replace(shard, parts=parts, starts=starts)
 
 
 def parse_token_offset(raw: bytes, path: str | None, offset: int) -> int | None:

@@ -10,7 +10,7 @@ from kvsnap import codecs
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.tables import Part
 from kvsnap.identity import Identity
-from kvsnap.layout import Run, SamplerState, cut_runs, join_runs
+from kvsnap.layout import Run, SamplerState, Shard, cut_runs, join_runs
 from kvsnap.records import Kind
 
 __all__ = ["LayerSummary", "Stored", "Summary", "summary_of"]
@@ -46,7 +46,8 @@ class Summary:
     `n_prompt + n_generated = n_tokens`; `n_pending` of them are not evaluated. `tensor_bytes` is the decoded size of
     the live tensors, `file_bytes` the length of the file. `stored` is by codec name; `exact` means every live part
     holds the bits that the engine held. `dropped` counts bytes behind the last published commit. `encryption` is the
-    cipher of an encrypted file, `key_label` what it says of its key; both are empty for others.
+    cipher of an encrypted file, `key_label` what it says of its key; both are empty for others. `shard` tells which
+    part it is of a whole.
     """
 
     path: str | None
@@ -85,6 +86,7 @@ class Summary:
     dialect: str = ""
     encryption: str = ""
     key_label: str = ""
+    shard: Shard | None = None
     dropped: int = 0
     notes: tuple[str, ...] = ()
 
@@ -100,6 +102,7 @@ class Summary:
             layers=[asdict(layer) for layer in self.layers],
             metadata=dict(self.metadata),
             notes=list(self.notes),
+            shard=None if self.shard is None else {"index": self.shard.index, "count": self.shard.count},
         )
         return data
 
@@ -168,5 +171,5 @@ def summary_of(file: NativeFile) -> Summary:
         exact=bound == 0, bound=bound, layers=layers, identity=file.identity, metadata=file.metadata,
         encryption="" if file.vault is None else file.vault.info.cipher,
         key_label="" if file.vault is None else file.vault.info.label,
-        dropped=file.end.dropped, notes=file.end.notes,
+        shard=file.shard(), dropped=file.end.dropped, notes=file.end.notes,
     )  # fmt: skip
