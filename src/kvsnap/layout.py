@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.identity import Identity
+from kvsnap.quantised import rows_of
 from kvsnap.tensors import DTYPES, ROLES, Layer, Source, Tensor, TensorSpec, dtype_name, numpy_dtype
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ class Snapshot:
     def seq_len(self) -> int:
         """Rows held by the first attention layer (fewer than `n_rows` in a window or a partial capture)."""
         layer = self._first_attention()
-        return self.n_rows if layer is None else layer.tensors[0].n_rows
+        return self.n_rows if layer is None or layer.quantisation else layer.tensors[0].n_rows
 
     @property
     def nbytes(self) -> int:
@@ -253,6 +254,8 @@ class Snapshot:
     def head(self, layer: int, head: int) -> Head | None:
         """Return keys and values of one head as float32 copies, or None where the layer has no such head.
 
+        Of a quantised layer they are computed from its codes, as the layer itself does at its next pass.
+
         Raise `InputError` for a layer number outside the model.
         """
         if not 0 <= layer < len(self.layers):
@@ -260,12 +263,22 @@ class Snapshot:
         entry = self.layers[layer]
         if entry.shares is not None:
             return self.head(entry.shares, head)
+        if entry.quantisation:
+            return self._quantised_head(entry, head)
         keys = entry.tensor_of_head("k", head) or entry.tensor_of_head("latent", head)
         values = entry.tensor_of_head("v", head) or entry.tensor_of_head("rope", head)
         if keys is None or values is None or not keys[0].spec.shape[-1]:
             return None
         positions = self.row_positions(keys[0].start, keys[0].start + keys[0].n_rows)
         return Head(_head_rows(*keys), _head_rows(*values), positions)
+
+    def _quantised_head(self, entry: Layer, head: int) -> Head | None:
+        if not 0 <= head < entry.num_heads:
+            return None
+        keys, values = (
+            np.array(rows_of(entry, of_values=of_values)[head], dtype=np.float32) for of_values in (False, True)
+        )
+        return Head(keys, values, self.row_positions(self.n_rows - len(keys), self.n_rows))
 
     def truncate(self, n_tokens: int) -> Snapshot:
         """Return the first `n_tokens` tokens as a snapshot of its own (views, nothing is copied).

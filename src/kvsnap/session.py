@@ -29,7 +29,15 @@ from kvsnap.formats.native.tables import (
     Entry,
     Operation,
 )
-from kvsnap.formats.native.turns import check_continues, merged_geometry, merged_identity, walk, write_turn
+from kvsnap.formats.native.turns import (
+    check_continues,
+    codes_before,
+    merged_geometry,
+    merged_identity,
+    requantised,
+    walk,
+    write_turn,
+)  # fmt: skip
 from kvsnap.formats.native.vault import refuse_encrypted
 from kvsnap.formats.native.write import SaveReport, check_counts, report_of
 from kvsnap.identity import Identity
@@ -285,7 +293,7 @@ class Session(_Counts):
         now = self._now.restarted()
         check_continues(now, snapshot, lambda: self.tokens, self.path)
         geometry, identity = merged_geometry(now, snapshot, self.path), merged_identity(now, snapshot)
-        text = self._new_text(snapshot)
+        text, before = self._new_text(snapshot), codes_before(now, snapshot, self._file)
         with self._journal.writing() as writer:
             commit, entry, parts = write_turn(now, writer, snapshot, text, geometry, identity, codec_name, progress)
             commit = replace(commit, complete=complete)
@@ -295,9 +303,9 @@ class Session(_Counts):
                 identity=identity,
             )  # fmt: skip
         self._tokens, self._text = snapshot.tokens, snapshot.text
-        return report_of(
-            snapshot, parts, nbytes=written, path=self.path, commit=self.n_commits, file_id=self._journal.header.file_id
-        )
+        file_id = self._journal.header.file_id
+        report = report_of(snapshot, parts, nbytes=written, path=self.path, commit=self.n_commits, file_id=file_id)
+        return replace(report, requantised=requantised(before, parts, snapshot))
 
     @changes
     def truncate(self, n_tokens: int) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvsnap.engines import _tf_quantised as quantised
 from kvsnap.engines._tf_parts import Geometry, Part, state
 from kvsnap.engines._tf_states import COPIED as STATES_COPIED
 from kvsnap.engines._tf_states import KEPT as STATES_KEPT
@@ -54,6 +55,7 @@ class LayerKind:
 
     To undo a pass that failed, `drop(layer, rows)` takes away the rows that it added, where there is one, and what the
     attributes `kept` referred to is put back; of those that a pass writes over in place, `copied`, a copy is kept.
+    `quantisation(layer)` tells how a layer keeps its rows as codes, as the text of `Layer`.
     """
 
     read: Callable[[Any], Live]
@@ -63,6 +65,7 @@ class LayerKind:
     drop: Callable[[Any, int], None] | None = None
     kept: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
+    quantisation: Callable[[Any], str] = lambda _: ""
 
 
 def kind_of(layer: Any, index: int) -> LayerKind:
@@ -118,7 +121,8 @@ class Undo:
         self._kept: list[tuple[Any, LayerKind, int, dict[str, Any]]] = []
         for index, layer in enumerate(cache.layers):
             kind = kind_of(layer, index)
-            kept = {name: _kept(getattr(layer, name), name in kind.copied) for name in kind.kept}
+            names = [name for name in kind.kept if hasattr(layer, name)]
+            kept = {name: _kept(getattr(layer, name), name in kind.copied) for name in names}
             self._kept.append((layer, kind, kind.rows(layer) or 0, kept))
 
     def put_back(self) -> None:
@@ -154,6 +158,12 @@ def tensors_of(layer: Any, index: int, geometry: Geometry) -> Live:
 
 def check_layer(layer: Any, index: int, geometry: Geometry, n_rows: int) -> None:
     """Raise `UnsupportedError` unless a layer holds just what its geometry says for `n_rows` positions."""
+    how = kind_of(layer, index).quantisation(layer)
+    if how != geometry.quantisation:
+        raise UnsupportedError(
+            f"layer {index} of the cache is quantised otherwise",
+            expected=geometry.quantisation or "none", found=how or "none",
+        )  # fmt: skip
     live = tensors_of(layer, index, geometry)
     if not n_rows and not live:
         return
@@ -169,7 +179,7 @@ def check_layer(layer: Any, index: int, geometry: Geometry, n_rows: int) -> None
         )
     for part, (_, tensor) in zip(parts, live, strict=False):
         _check_tensor(index, part, tensor, n_rows)
-        if part.row_axis >= 0 and tensor.dtype != live[0][1].dtype:
+        if part.row_axis >= 0 and not part.dtype and tensor.dtype != live[0][1].dtype:
             raise UnsupportedError(
                 f"layer {index} keeps {part.role} in another dtype than {parts[0].role}",
                 expected=live[0][1].dtype, found=tensor.dtype,
@@ -182,7 +192,7 @@ def _check_tensor(index: int, part: Part, tensor: Any, n_rows: int) -> None:
     needed = part.needed(n_rows)
     # A window that records what it passes by holds more rows than it needs.
     fits = held == needed or (part.growth == "window" and needed < held <= n_rows)
-    if not part.fits(found) or (part.row_axis >= 0 and not fits):
+    if not part.fits(found) or (part.row_axis >= 0 and part.growth != "replaced" and not fits):
         raise UnsupportedError(
             f"layer {index} does not keep {part.role} as its settings say",
             expected=["any" if size is None else size for size in part.shape(needed)], found=list(found),
@@ -197,14 +207,14 @@ def learned(layer: Any, index: int, geometry: Geometry) -> Geometry:
     if not live and geometry.kind != "none":
         return geometry
     parts = [
-        part.learned(tensor.shape[1:], dtype_of(tensor.dtype, f"layer {index} {role}"))
+        part.learned(tensor.shape[1:], part.dtype or dtype_of(tensor.dtype, f"layer {index} {role}"))
         for part, (role, tensor) in zip(geometry.parts, live, strict=False)
     ]
     parts += [
         state(role, tensor.shape[1:], dtype_of(tensor.dtype, f"layer {index} {role}"))
         for role, tensor in live[len(parts) :]
     ]
-    return Geometry(geometry.kind, geometry.query_heads, tuple(parts), shares=geometry.shares)
+    return replace(geometry, parts=tuple(parts), open=False)
 
 
 def dtype_of(dtype: Any, what: str) -> str:
@@ -216,12 +226,14 @@ def dtype_of(dtype: Any, what: str) -> str:
 
 
 def numpy_view(tensor: Any) -> npt.NDArray[Any]:
-    """Return a numpy array over the memory of a torch tensor on the CPU. numpy has no bfloat16, hence the detour."""
+    """Return a numpy array over the memory of a torch tensor on the CPU. What numpy does not have takes a detour."""
     import torch
 
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         return np.asarray(tensor.view(torch.int16).numpy().view(numpy_dtype("bfloat16")))
+    if tensor.dtype == torch.float8_e4m3fn:
+        return np.asarray(tensor.view(torch.uint8).numpy().view(numpy_dtype("float8_e4m3fn")))
     return np.asarray(tensor.numpy())
 
 
@@ -367,6 +379,10 @@ _WINDOW = LayerKind(
     _window_read, _window_write, _window_rows, _window_cut,
     kept=("keys", "values", "cumulative_length", "is_initialized"),
 )  # fmt: skip
+_QUANTISED = LayerKind(
+    quantised.read, quantised.write, quantised.rows, quantised.cut, kept=quantised.KEPT,
+    quantisation=lambda layer: quantised.settings_of(layer).text,
+)  # fmt: skip
 
 KINDS: dict[str, LayerKind] = {
     "DynamicLayer": _DYNAMIC,
@@ -377,6 +393,9 @@ KINDS: dict[str, LayerKind] = {
     ),
     "LinearAttentionAndFullAttentionLayer": _beside(_DYNAMIC),
     "LinearAttentionAndSlidingWindowAttentionLayer": _beside(_WINDOW),
+    "QuantoQuantizedLayer": _QUANTISED,
+    "HQQQuantizedLayer": _QUANTISED,
+    "Fp8QuantizedLayer": _QUANTISED,
     "DummyLayer": LayerKind(lambda _: (), lambda *_: None, _no_rows, lambda *_: None),
 }
 """How each class of `transformers.cache_utils` is handled, by its name."""
