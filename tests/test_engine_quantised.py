@@ -261,7 +261,9 @@ def test_b21_only_real_columns_are_stored(name: str, width: int) -> None:
     two = engine()
     two.install(snapshot)
     assert content(two.cache) == content(one.cache)
-    assert _many_at_once(two.cache, two.model) == _many_at_once(one.cache, one.model)
+    # Some numbers of rows hqq cannot pack, and says so to both of them.
+    assert outcome(_many_at_once, twin(two.cache), two.model) == outcome(_many_at_once, twin(one.cache), one.model)
+    assert outcome(_one_more, two.cache, two.model) == outcome(_one_more, one.cache, one.model)
 
 
 def test_b21_groups_that_the_library_cannot_do_are_its_own_error_and_change_nothing() -> None:

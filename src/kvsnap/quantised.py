@@ -55,9 +55,10 @@ class Quantisation:
         """Read such a text. Raise `FormatError`; `UnsupportedError` for one that is not known here."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FormatError("the quantisation of a layer is no JSON", found=text[:60]) from error
-        known = isinstance(data, dict) and set(data) <= set(Quantisation.__dataclass_fields__) and "kind" in data
+        known = isinstance(data, dict) and set(data) <= set(Quantisation.__dataclass_fields__)
+        known = known and isinstance(data.get("kind"), str)
         numbers = [value for name, value in data.items() if name != "kind"] if known else []
         if known and all(isinstance(value, int) and not isinstance(value, bool) for value in numbers):
             found = Quantisation(**data)
@@ -131,18 +132,31 @@ def rows_of(layer: Layer, *, of_values: bool) -> Array:
         by_role.setdefault(tensor.role, []).append(tensor)
     roles = ("code", "scale", "residual") if how.kind == "fp8" else ("code", "scale", "zero", "residual")
     for role in roles:
-        if len(by_role.get(role, ())) != 2:
-            raise FormatError(
-                f"layer {layer.index} is quantised and has not two tensors {role}",
-                expected=2, found=len(by_role.get(role, ())),
-            )  # fmt: skip
-    *parts, residual = (by_role[role][place].array for role in roles)
+        count = len(by_role.get(role, ()))
+        if count != 2:
+            raise FormatError(f"layer {layer.index} is quantised, by two of each {role}", expected=2, found=count)
+    found = [by_role[role][place] for role in roles]
+    wanted = [how.dtype, "float32" if how.kind == "fp8" else found[-1].spec.dtype, *[found[-1].spec.dtype] * 2]
+    for tensor, dtype in zip(found, wanted, strict=False):
+        if tensor.spec.dtype != dtype:
+            raise FormatError(f"{tensor.name} is in another dtype", expected=dtype, found=tensor.spec.dtype)
+    *parts, residual = (tensor.array for tensor in found)
     if residual.ndim != 3:
         raise FormatError(f"layer {layer.index}: residual rows are not [head, row, dim]", found=list(residual.shape))
     if how.kind == "fp8":
-        rows = (parts[0].astype(np.float32) * parts[1]).astype(residual.dtype)
+        rows = _scaled_rows(parts[0], parts[1], residual)
     elif not math.prod(parts[1].shape):
         rows = residual[:, :0]
     else:
-        rows = _grouped_rows(how, of_values, parts, residual.shape[0], residual.shape[2]).astype(residual.dtype)
+        rows = _grouped_rows(how, of_values, parts, residual.shape[0], residual.shape[2])
     return np.concatenate([rows, residual], axis=1)
+
+
+def _scaled_rows(codes: Array, scale: Array, residual: Array) -> Array:
+    if scale.size != 1 or codes.ndim != 3 or codes.shape[::2] != residual.shape[::2]:
+        raise FormatError(
+            "codes and scales of a layer do not fit each other",
+            expected=f"{list(residual.shape)}, [1]", found=f"{list(codes.shape)}, {list(scale.shape)}",
+        )  # fmt: skip
+    rows: Array = (codes.astype(np.float32) * scale.reshape(())).astype(residual.dtype)
+    return rows
