@@ -96,7 +96,7 @@ clean-environments:  ## the environments that this file made
 	@rm -rf .venvs/run .venvs/lint .venvs/bare .venvs/fuzz .venvs/core-* .venvs/transformers-*
 
 .venvs/run/.stamp: $(STAMP_NEEDS)
-	@$(ENVIRONMENT) run "$(PYTHON)" torch smollm2 '-e .[transformers,plots,crypto,test]'
+	@$(ENVIRONMENT) run "$(PYTHON)" torch smollm2 '-e .[transformers,adapters,plots,crypto,test]'
 
 .venvs/lint/.stamp: $(STAMP_NEEDS)
 	@$(ENVIRONMENT) lint "$(PYTHON)" '-e .[dev]'
@@ -114,4 +114,4 @@ clean-environments:  ## the environments that this file made
 	@$(ENVIRONMENT) core-$* "$(PYTHON)" '-e .[crypto,test]'
 
 .venvs/transformers-%/.stamp: $(STAMP_NEEDS)
-	@$(ENVIRONMENT) transformers-$* "$(PYTHON)" torch smollm2 'transformers==$* -e .[transformers,crypto,test]'
+	@$(ENVIRONMENT) transformers-$* "$(PYTHON)" torch smollm2 'transformers==$* -e .[transformers,adapters,crypto,test]'

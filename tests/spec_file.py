@@ -369,11 +369,45 @@ class SpecReader:
         groups_first = np.stack(out).reshape([groups, *rest])
         return groups_first.reshape(rest) if axis is None else np.moveaxis(groups_first, 0, axis)
 
+    def reachable(self) -> list[int]:
+        """The numbers of tokens that the history may be cut to (section 11), found by trying each."""
+        layout = self.json("layout", LAYOUT)
+        specs = [t for t in (layout["tensors"] if layout else []) if t["role"] != "logits"]
+        stateful = any(s["growth"] == "replaced" for s in specs)
+        unstored = self.commit["n_rows"] + self.commit["n_pending"] - self.commit["n_tokens"]
+        found, tokens, rows = {0, self.commit["n_tokens"]}, 0, 0
+        held: dict[int, set[int]] = {s["id"]: set() for s in specs}
+        for reader, entry in self.live():
+            for part in reader.table(entry["span"], SPAN)["parts"]:
+                held[part["tensor"]] |= set(range(part["row_start"], part["row_start"] + part["n_rows"]))
+            end = rows + entry["n_rows"]
+            for s in specs:  # what a cut took away is not held any more
+                held[s["id"]] = {r for r in held[s["id"]] if r < end // s["tokens_per_row"]}
+            for n in range(tokens + 1, tokens + entry["n_tokens"]):
+                r = min(end, n + unstored)
+                if not stateful and (r == end or all(self._whole(s, held[s["id"]], r) for s in specs)):
+                    found.add(n)
+            tokens, rows = tokens + entry["n_tokens"], end
+            if entry["state"] or not stateful:
+                found.add(tokens)
+        return sorted(found)
+
+    @staticmethod
+    def _whole(spec: dict[str, Any], held: set[int], r: int) -> bool:
+        """Whether a tensor that grows can be cut to `r` rows of the history."""
+        m, first = spec["tokens_per_row"], 0
+        if spec["growth"] == "static":
+            return True
+        if spec["growth"] == "window" and spec["window"]:
+            first = max(0, r - (spec["window"] - 1)) // m
+        return r % m == 0 and held.issuperset(range(first, r // m))
+
     def content(self) -> dict[str, Any]:
         """Everything: ids, runs, positions, tensors by name, logits, sampler, identity, text, metadata."""
         layout = self.json("layout", LAYOUT)
         specs = {t["id"]: t for t in layout["tensors"]} if layout else {}
         pieces: dict[str, list[Any]] = {}
+        starts: dict[str, list[int]] = {}
         out: dict[str, Any] = {"ids": [], "kinds": [], "positions": [], "texts": [], "exact": True, "bound": 0.0}
         digest, rows = bytes(16), 0
         for reader, entry in self.live():
@@ -395,7 +429,14 @@ class SpecReader:
                 if spec["growth"] in {"grow", "window"}:
                     kept = rows // spec["tokens_per_row"] - part["row_start"]
                     values = np.take(values, range(min(kept, part["n_rows"])), axis=spec["row_axis"])
-                pieces.setdefault(spec["name"], []).append((spec["row_axis"], values))
+                name = spec["name"]
+                if spec["growth"] == "window":  # only what is behind the last gap is the tensor
+                    at = starts.get(name, [0, 0])
+                    first = min(part["row_start"], rows // spec["tokens_per_row"])
+                    if at[1] != first:
+                        pieces[name], at = [], [first, 0]
+                    starts[name] = [at[0], first + values.shape[spec["row_axis"]]]
+                pieces.setdefault(name, []).append((spec["row_axis"], values))
                 out["exact"] = out["exact"] and part["flags"] == 1
                 out["bound"] = max(out["bound"], part["bound"])
         need(digest == self.commit["digest"] and rows == self.commit["n_rows"], "live list")
@@ -404,6 +445,7 @@ class SpecReader:
             name: np.concatenate([v for _, v in found], axis=found[0][0]) if found[0][0] >= 0 else found[-1][1]
             for name, found in pieces.items()
         }
+        out["starts"] = {name: first for name, (first, _) in starts.items()}
         out["sampler"] = out["random"] = out["logits"] = None
         if found_state := self.state():
             t = found_state[0].table(found_state[1], STATE)

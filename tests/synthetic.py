@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -127,6 +128,56 @@ def snapshot(
         "identity": IDENTITY,
     }
     return Snapshot(**(values | fields))
+
+
+def layer_of(kind: str, i: int, tokens: Sequence[int], n_rows: int, start: int, *, every_row: bool = False) -> Layer:
+    """A layer of one kind as an engine holds it after `n_rows` rows, with the rows from `start` on.
+
+    `grow`; `grow4`: one row for 4 positions; `window8`: the last 7 rows (unless `every_row`); `recurrent`: a state;
+    `buffer`: what is left of the last group of 4, a state whose length changes; `static`: 3 rows of another sequence.
+    Several are joined by `+`.
+    """
+    tensors = []
+    for j, name in enumerate(kind.split("+")):
+        key, size = 8 * i + 2 * j, int(name.lstrip("abcdefghijklmnopqrstuvwxyz") or 0)
+        fields: dict[str, Any] = {"name": f"layers.{i}.{name}"}
+        if name.startswith(("grow", "window")):
+            per_row = max(1, size) if name.startswith("grow") else 1
+            first = start // per_row
+            if name.startswith("window"):
+                fields |= {"growth": "window", "window": size}
+                first = start if every_row or not size else max(start, n_rows - (size - 1))
+            fields |= {"tokens_per_row": per_row}
+            for more, role in enumerate("kv"):
+                values = rows(tokens, 0, n_rows, key + more, 2, 3, "float32")[:, per_row - 1 :: per_row]
+                fields["name"] = f"layers.{i}.{name}.{role}"
+                made = spec(key + more, i, role, 2, 3, "float32", **fields)
+                tensors.append(Tensor(made, values[:, first:].copy(), start=first))
+            continue
+        if name == "static":
+            values, role = rows((7, 8, 9), 0, 3, key, 2, 3, "float32"), "cross_k"
+        else:
+            length = n_rows % 4 if name == "buffer" else 1
+            role = "residual" if name == "buffer" else "recurrent"
+            values = rows([*tokens, 1], n_rows - length, n_rows, key, 2, 3, "float32") if n_rows else np.zeros(
+                (2, length, 3), np.float32
+            )  # fmt: skip
+        fields |= {"growth": "static" if name == "static" else "replaced", "rope": "none", "pairing": ""}
+        if name == "recurrent":
+            fields |= {"axes": ("head", "dim"), "shape": (2, 3), "row_axis": -1}
+            values = values.reshape(2, 3)
+        tensors.append(Tensor(spec(key, i, role, 2, 3, "float32", **fields), values))
+    return Layer(index=i, kind="attention", tensors=tuple(tensors), num_query_heads=4)
+
+
+def snapshot_of_kinds(
+    tokens: Sequence[int], kinds: Sequence[str], *, start: int = 0, n_pending: int = 0, **fields: Any
+) -> Snapshot:
+    """A snapshot with a layer of each kind (see `layer_of`), otherwise as `snapshot`."""
+    n_rows = len(tokens) - n_pending
+    made = snapshot(tokens, start=start, n_pending=n_pending, layers=0, **fields)
+    layers = tuple(layer_of(kind, i, tokens, n_rows, start) for i, kind in enumerate(kinds))
+    return replace(made, layers=layers)
 
 
 def same(a: Snapshot, b: Snapshot) -> list[str]:

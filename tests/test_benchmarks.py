@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-ENGINE = {"resume.py"}
+ENGINE = {"identity.py", "resume.py"}
 LIBRARY = {"common.py"}
 OLDER = {"codec_speed.py"}  # has options of its own
 

@@ -104,7 +104,7 @@ def test_the_page_of_the_docs_names_every_command_and_option() -> None:
         for option in command.params:
             if isinstance(option, click.Option) and option.name not in ("as_json", "help"):
                 shared = {"model", "dtype", "attention", "accept", "max_tokens", "codec", "library"}
-                shared |= {"key_file", "key_command", "encrypt", "cipher", "key_label", *Sampler.__slots__}
+                shared |= {"key_file", "key_command", "encrypt", "cipher", "key_label", "adapter", *Sampler.__slots__}
                 where = page if option.name in shared else text
                 assert f"`{option.opts[-1]}" in where or f"{option.opts[0]}" in where, (name, option.opts)
 

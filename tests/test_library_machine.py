@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvsnap.errors import InputError
+from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.files import system
 from kvsnap.library import Library, PruneReport, catalogue, tables, trie
-from synthetic import snapshot
+from synthetic import snapshot_of_kinds
 
 pytestmark = pytest.mark.exhaustive
 
@@ -39,6 +39,7 @@ class Machine(RuleBasedStateMachine):
         for patch in self.patches:
             patch.start()
         self.library = Library(self.place / "l")
+        self.kinds: tuple[str, ...] = ("grow",)
         self.told: dict[str, tuple[int, ...]] = {}
         self.pinned: set[str] = set()
 
@@ -48,11 +49,15 @@ class Machine(RuleBasedStateMachine):
             patch.stop()
         shutil.rmtree(self.place)
 
+    @initialize(kinds=st.sampled_from([("grow",), ("grow", "window3"), ("grow4", "buffer"), ("window8", "recurrent")]))
+    def start(self, kinds: tuple[str, ...]) -> None:
+        self.kinds = kinds
+
     @rule(name=name, more=st.lists(st.integers(0, 2), min_size=1, max_size=5))
     def append(self, name: str, more: list[int]) -> None:
         tokens = (*self.told.get(name, ()), *more)
         with self.library.open(name) as session:
-            session.append(snapshot(tokens, start=session.n_rows))
+            session.append(snapshot_of_kinds(tokens, self.kinds, start=session.n_rows))
         self.told[name] = tokens
 
     @precondition(lambda self: self.told)
@@ -64,8 +69,13 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(InputError):
                 self.library.fork(old, new)
         else:
-            self.library.fork(old, new, n_tokens=n_tokens)
-            self.told[new] = self.told[old][:n_tokens]
+            with self.library.open(old, readonly=True) as session:
+                reach = session.reach(n_tokens)
+            if not reach.reached:
+                with pytest.raises(UnsupportedError, match=f"reachable length is {reach.n_tokens},"):
+                    self.library.fork(old, new, n_tokens=n_tokens)
+            self.library.fork(old, new, n_tokens=n_tokens, nearest=True)
+            self.told[new] = self.told[old][: reach.n_tokens]
 
     @precondition(lambda self: self.told)
     @rule(data=st.data(), what=st.sampled_from(["truncate", "reset", "compact", "remove", "pin", "unpin", "rewind"]))
@@ -75,17 +85,21 @@ class Machine(RuleBasedStateMachine):
             with self.library.open(name) as session:
                 if what == "truncate":
                     n_tokens = data.draw(st.integers(0, len(self.told[name])))
-                    session.truncate(n_tokens)
-                    self.told[name] = self.told[name][:n_tokens]
+                    left = session.reach(n_tokens).n_tokens
+                    assert session.truncate(n_tokens, nearest=True) == left
+                    self.told[name] = self.told[name][:left]
                 elif what == "reset":
                     session.reset()
                     self.told[name] = ()
                 elif what == "rewind":
                     number = data.draw(st.integers(1, session.n_commits))
-                    session.rewind(number)
+                    try:
+                        session.rewind(number)
+                    except UnsupportedError:  # its state was left out
+                        assert "recurrent" in self.kinds or "buffer" in self.kinds
                     self.told[name] = session.tokens
                 else:
-                    session.compact()
+                    session.compact(states=data.draw(st.sampled_from([None, 1, 2])))
         elif what == "remove":
             self.library.remove(name)
             del self.told[name]
@@ -156,7 +170,13 @@ class Machine(RuleBasedStateMachine):
             same = next((i for i, (a, b) in enumerate(zip(tokens, query, strict=False)) if a != b),
                         min(len(tokens), len(query)))  # fmt: skip
             most = max(most, same)
-        assert (found.n_rows if found else 0) == most
+        if self.kinds == ("grow",):
+            assert (found.n_rows if found else 0) == most
+        elif found:  # what is promised can be kept
+            assert found.n_rows <= most
+            with self.library.open(found.name, readonly=True) as session:
+                reach = session.reach(found.keep)
+            assert (reach.n_tokens, reach.n_rows) == (found.keep, found.n_rows)
 
     @invariant()
     def every_session_is_as_told(self) -> None:

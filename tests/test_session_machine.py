@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvsnap import files
-from kvsnap.errors import InputError
+from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.formats import native
 from kvsnap.formats.native.fork import fork_file
 from kvsnap.inspection import verify
 from kvsnap.layout import SamplerState, Snapshot
 from kvsnap.session import Session
+from reach_model import KINDS, Model, run
 from spec_file import SpecReader
 from synthetic import SAMPLER, rows, same, snapshot
 
@@ -490,6 +491,144 @@ class ForkMachine(RuleBasedStateMachine):
         self.directory.cleanup()
 
 
+@dataclass
+class KindLine:
+    """One file with layers of many kinds: what it held after each of its commits, and what was left out of it since."""
+
+    path: Path
+    session: Session
+    states: list[Model]
+    in_library: bool
+
+
+class KindMachine(RuleBasedStateMachine):
+    """Windows, groups of positions, states and static tensors under everything that is done to files and forks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        self.folder = Path(self.directory.name)
+        self.lines: list[KindLine] = []
+
+    @initialize(kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3, unique=True))
+    def start(self, kinds: list[str]) -> None:
+        path = self.folder / "first.kvsnap"
+        Session.open(path).close()
+        path = path.rename(path.with_name(f"{path.read_bytes()[40:56].hex()}.kvsnap"))
+        self.lines.append(KindLine(path, Session.open(path), [Model(kinds)], in_library=True))
+
+    def line(self, data: st.DataObject, *, in_library: bool | None = None) -> KindLine | None:
+        found = [i for i in self.lines if in_library is None or i.in_library == in_library]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    def add(self, path: Path, states: list[Model], *, in_library: bool) -> None:
+        self.lines.append(KindLine(path, Session.open(path), states, in_library))
+
+    @rule(data=st.data(), n_new=st.integers(0, 12), n_pending=st.integers(0, 2), partial=st.booleans())
+    def append(self, data: st.DataObject, n_new: int, n_pending: int, partial: bool) -> None:
+        line = self.line(data)
+        assert line is not None
+        model = line.states[-1].copy()
+        run(line.session, model, n_new, n_pending, partial=partial)
+        line.states.append(model)
+
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        line = self.line(data)
+        assert line is not None
+        model = line.states[-1].copy()
+        n = data.draw(st.integers(0, len(model.tokens)))
+        if n == len(model.tokens):
+            return
+        if not model.can(n):
+            with pytest.raises(UnsupportedError, match="nearest reachable length"):
+                line.session.truncate(n)
+        model.cut(line.session.truncate(n, nearest=True))
+        line.states.append(model)
+
+    @rule(data=st.data())
+    def rewind(self, data: st.DataObject) -> None:
+        line = self.line(data)
+        assert line is not None
+        commit = data.draw(st.integers(1, len(line.states)))
+        model = line.states[commit - 1]
+        if model.is_stateless:
+            with pytest.raises(UnsupportedError, match="not stored any more"):
+                line.session.rewind(commit)
+            return
+        line.session.rewind(commit)
+        line.states.append(model.copy())
+
+    @rule(data=st.data(), copy=st.booleans())
+    def fork(self, data: st.DataObject, copy: bool) -> None:
+        line = self.line(data, in_library=None if copy else True)
+        assert line is not None
+        commit = data.draw(st.integers(1, len(line.states)))
+        model = line.states[commit - 1].copy()
+        n = data.draw(st.integers(0, len(model.tokens)))
+        if n == len(model.tokens) and model.is_stateless:
+            return
+        left = max(k for k in range(n + 1) if model.can(k))
+        model.cut(left)
+        if copy:
+            path = self.folder / f"copy{len(self.lines)}.kvsnap"
+            assert line.session.fork(path, commit=commit, n_tokens=n, nearest=True).n_tokens == left
+            self.add(path, model.commits(), in_library=False)
+        else:
+            made = fork_file(str(line.path), commit=commit, n_tokens=n, nearest=True)
+            assert made.n_tokens == left
+            self.add(Path(made.path), [model], in_library=True)
+
+    @rule(data=st.data(), states=st.none() | st.integers(1, 3))
+    def compact(self, data: st.DataObject, states: int | None) -> None:
+        line = self.line(data, in_library=False)
+        if line is None:
+            return
+        line.session.compact(states=states)
+        model = line.states[-1].copy()
+        for turn in model.turns[: -states if states else 0]:
+            turn.state = False
+        line.states = model.commits()
+
+    @rule(data=st.data())
+    def reopen(self, data: st.DataObject) -> None:
+        line = self.line(data)
+        assert line is not None
+        line.session.close()
+        line.session = Session.open(line.path)
+
+    @rule(data=st.data())
+    def verify_and_read_with_the_spec(self, data: st.DataObject) -> None:
+        line = self.line(data)
+        assert line is not None
+        model = line.states[-1]
+        assert verify(line.path).damages == ()
+        reader = SpecReader(line.path.read_bytes(), self.folder)
+        reader.records()
+        content = reader.content()
+        assert content["ids"] == list(model.tokens)
+        for tensor in line.session.load().tensors():
+            if tensor.nbytes:
+                assert content["tensors"][tensor.name].tobytes() == tensor.array.tobytes()
+            assert content["starts"].get(tensor.name, tensor.start) == tensor.start
+        assert reader.reachable() == [n for n in range(len(model.tokens) + 1) if model.can(n)]
+
+    @invariant()
+    def every_line_is_its_list(self) -> None:
+        for line in self.lines:
+            model = line.states[-1]
+            assert line.session.tokens == model.tokens
+            assert line.session.n_commits == len(line.states)
+            model.check(line.session.load())
+            n = len(model.tokens) // 2
+            model.check_reach(n, line.session.reach(n))
+
+    def teardown(self) -> None:
+        for line in self.lines:
+            line.session.close()
+        self.directory.cleanup()
+
+
 @pytest.fixture(autouse=True)
 def _no_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(files.system, "sync", lambda *_a, **_k: None)
@@ -504,6 +643,12 @@ class TestSession(SessionMachine.TestCase):  # type: ignore[misc] # made at run 
 
 
 class TestForks(ForkMachine.TestCase):  # type: ignore[misc] # made at run time
+    settings = settings(
+        max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
+class TestKinds(KindMachine.TestCase):  # type: ignore[misc] # made at run time
     settings = settings(
         max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

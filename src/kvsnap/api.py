@@ -72,16 +72,20 @@ class Restored:
         }
 
 
-def capture(engine: Engine, *, row: int = 0, start: int = 0, settle: bool = False) -> Snapshot:
+def capture(
+    engine: Engine, *, row: int = 0, start: int = 0, settle: bool = False, progress: Progress | None = None
+) -> Snapshot:
     """Copy the live state of an engine out, with its text where the engine has a tokenizer.
 
     `row` picks a sequence of a batch. `start` leaves out the rows before it (for `Session.append`). With `settle` the
     pending token is evaluated first, so that after a restore the next token needs no forward pass; the continuation is
-    the same. Raise `UnsupportedError` naming a layer that cannot be captured exactly.
+    the same. `progress` is told of the weights that are digested, in bytes. Raise `UnsupportedError` naming a layer
+    that cannot be captured exactly.
     """
     if settle:
         engine.settle()
-    snapshot = engine.capture(start=start, row=row)
+    told: dict[str, Any] = {} if progress is None else {"progress": progress}
+    snapshot = engine.capture(start=start, row=row, **told)
     if snapshot.text is not None:
         return snapshot
     try:

@@ -14,13 +14,19 @@ from typing import Any, Literal
 
 from kvsnap.errors import CompatibilityError, ContextError, FormatError, InputError
 
-__all__ = ["AdapterDigest", "Compatibility", "FieldCheck", "Identity", "WeightDigest", "compare", "describe_weight"]
+__all__ = [
+    "AdapterDigest", "Compatibility", "FieldCheck", "Identity", "WeightDigest", "compare", "describe_weight",
+    "flatten_config", "quantisation_text",
+]  # fmt: skip
 
 Verdict = Literal["match", "differ", "unknown"]
 Level = Literal["fatal", "exactness", "advice"]
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)\.(.+)$")
+_LAYER = re.compile(r"^(?:(.*)\.)?(?:layers|h|blocks|block|layer)\.(\d+)\.(.+)$")
+# Parts of a name that stand around every layer and tell none from another.
+_AROUND = frozenset({"model", "transformer", "language_model", "gpt_neox", "backbone"})
 _SHOWN = 80
+_ABSENT = "absent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,10 @@ class WeightDigest:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDigest:
-    """One adapter: its name, XXH3-128 over its tensors (hex) and its scale as text."""
+    """One adapter: its name, XXH3-128 over its tensors and settings (hex) and its scale as text.
+
+    The name is told and decides nothing: the same bytes under another name are the same adapter.
+    """
 
     name: str
     digest: str
@@ -54,7 +63,8 @@ class Identity:
 
     `config` and `runtime` are sorted pairs of dotted name and canonical JSON text. `runtime` (engine version,
     attention kernel, device, threads) does not decide whether a cache is usable, only whether
-    bits are promised to agree.
+    bits are promised to agree. `quantisation` is of the weights, `cache_quantisation` of the cache: "none", or
+    canonical JSON (`quantisation_text`). `adapters` stand in the order in which they are applied.
     """
 
     architecture: str = ""
@@ -62,6 +72,7 @@ class Identity:
     weights: tuple[WeightDigest, ...] = ()
     cache_dtype: str = ""
     quantisation: str = ""
+    cache_quantisation: str = ""
     tokenizer: str = ""
     adapters: tuple[AdapterDigest, ...] | None = None
     chat_template: str = ""
@@ -76,6 +87,8 @@ class Identity:
             "weights": [[w.name, w.dtype, list(w.shape), w.digest] for w in self.weights],
             "cache_dtype": self.cache_dtype,
             "quantisation": self.quantisation,
+            # Newer than the first files: left out where it is unknown, so that those are written as ever.
+            **({"cache_quantisation": self.cache_quantisation} if self.cache_quantisation else {}),
             "tokenizer": self.tokenizer,
             "adapters": None if self.adapters is None else [[a.name, a.digest, a.scale] for a in self.adapters],
             "chat_template": self.chat_template,
@@ -99,8 +112,11 @@ class Identity:
             adapters = tuple(AdapterDigest(*(_typed(v, str, "adapters") for v in row)) for row in rows)
         text = {
             name: _typed(table.get(name, ""), str, name)
-            for name in ("architecture", "cache_dtype", "quantisation", "tokenizer", "chat_template", "engine")
-        }
+            for name in (
+                "architecture", "cache_dtype", "quantisation", "cache_quantisation", "tokenizer", "chat_template",
+                "engine",
+            )
+        }  # fmt: skip
         return Identity(
             config=_pairs(table.get("config", {}), "config"),
             weights=tuple(weights),
@@ -147,13 +163,25 @@ def flatten_config(config: Mapping[str, Any], skip: Iterable[str] = ()) -> tuple
     return tuple(sorted(pairs.items()))
 
 
+def quantisation_text(settings: Mapping[str, Any] | None) -> str:
+    """Return how something is quantised as the text of an identity: canonical JSON, or `none`.
+
+    For a cache the settings are `kind` (the backend), `bits`, `group`, `axis_key`, `axis_value`, `residual`, and
+    whatever else decides the codes: `rotation`, `seed`.
+    """
+    return "none" if settings is None else json.dumps(settings, sort_keys=True, separators=(",", ":"), default=str)
+
+
 def describe_weight(name: str) -> str:
     """Shorten a parameter name for people: `model.layers.0.self_attn.q_proj.weight` becomes `layer 0 q_proj`."""
     found = _LAYER.search(name)
     if found is None:
         return name.removesuffix(".weight").removeprefix("model.")
-    inner = found[2].removesuffix(".weight")
-    return f"layer {found[1]} {inner.rsplit('.', 1)[-1] if not inner.endswith('bias') else inner}"
+    around = [part for part in (found[1] or "").split(".") if part and part not in _AROUND]
+    inner = found[3].removesuffix(".weight")
+    # The part of the layer that a projection belongs to says nothing more; deeper names are kept.
+    shown = inner if inner.endswith("bias") else inner.partition(".")[2] or inner
+    return " ".join([*around, "layer", found[2], shown])
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +217,9 @@ class Compatibility:
     accepted: tuple[str, ...] = ()
 
     def _is_accepted(self, name: str) -> bool:
-        return any(
-            name == a or name.startswith(f"{a}.") or (a == "weights" and name.startswith("weights"))
-            for a in self.accepted
-        )
+        # "weights: layer 0 q_proj" is accepted by "weights", "weights.layer 0" and "weights.layer 0 q_proj".
+        plain = name.replace(": ", ".", 1)
+        return any(plain == a or plain.startswith((f"{a}.", f"{a} ")) for a in self.accepted)
 
     @property
     def refusals(self) -> tuple[FieldCheck, ...]:
@@ -268,7 +295,8 @@ def compare(
 ) -> Compatibility:
     """Compare what a snapshot was made with against what an engine is, field by field.
 
-    `accept` names fields (`weights`, `config.rope_theta`, `dtype`, ...) whose difference the caller takes on. Raise
+    `accept` names fields whose difference the caller takes on: `weights`, `dtype`, `adapters`, ..., one setting
+    (`config.rope_parameters.factor`, `quantisation.bits`) or some of the weights (`weights.layer 0`). Raise
     `InputError` for a name that is no field.
     """
     fields = [
@@ -276,7 +304,8 @@ def compare(
         _text("architecture", saved.architecture, found.architecture),
         _text("dtype", saved.cache_dtype, found.cache_dtype),
         *_config(saved, found),
-        _text("quantisation", saved.quantisation, found.quantisation),
+        *_quantisation("quantisation", saved.quantisation, found.quantisation),
+        *_quantisation("cache_quantisation", saved.cache_quantisation, found.cache_quantisation),
         _text("tokenizer", saved.tokenizer, found.tokenizer),
         _adapters(saved, found),
         _text("engine", saved.engine, found.engine),
@@ -284,17 +313,30 @@ def compare(
         *(_text(f"runtime.{n}", a, b, "exactness") for n, a, b in _joined(saved.runtime, found.runtime)),
         _text("chat_template", saved.chat_template, found.chat_template, "advice"),
     ]
-    roots = {"weights", "config", "runtime"} | {f.name for f in fields}
+    roots = {"config", "runtime"} | {f.name.split(":", 1)[0].split(".", 1)[0] for f in fields}
+    names = roots | {f.name for f in fields}
     for name in accept:
-        if name not in roots and not name.startswith("config."):
-            known = ", ".join(sorted({r.split(".", 1)[0].split(":", 1)[0] for r in roots}))
-            raise InputError(f"accept names {name!r}, which is no field of an identity", expected=f"one of {known}")
+        if name not in names and not name.startswith(("config.", "weights.", "quantisation.", "cache_quantisation.")):
+            raise InputError(
+                f"accept names {name!r}, which is no field of an identity",
+                expected=f"one of {', '.join(sorted(roots))}",
+            )
     return Compatibility(tuple(fields), needed, limit, tuple(accept))
 
 
 def _text(name: str, saved: str, found: str, level: Level = "fatal") -> FieldCheck:
     verdict: Verdict = "unknown" if not saved or not found else "match" if saved == found else "differ"
-    return FieldCheck(name, verdict, level, saved[:_SHOWN], found[:_SHOWN])
+    return FieldCheck(name, verdict, level, *_shown(saved, found))
+
+
+def _shown(saved: str, found: str) -> tuple[str, str]:
+    """Cut two texts to what people read; where they agree for long, from shortly before they part."""
+    if max(len(saved), len(found)) <= _SHOWN:
+        return saved, found
+    same = next((i for i, (a, b) in enumerate(zip(saved, found, strict=False)) if a != b), min(len(saved), len(found)))
+    start = same - _SHOWN // 4 if saved != found and same > _SHOWN // 2 else 0
+    mark = "..." if start else ""
+    return mark + saved[start : start + _SHOWN], mark + found[start : start + _SHOWN]
 
 
 def _joined(saved: Sequence[tuple[str, str]], found: Sequence[tuple[str, str]]) -> list[tuple[str, str, str]]:
@@ -302,10 +344,29 @@ def _joined(saved: Sequence[tuple[str, str]], found: Sequence[tuple[str, str]]) 
     return [(name, left.get(name, ""), right.get(name, "")) for name in sorted(left.keys() | right.keys())]
 
 
+def _one_sided(check: FieldCheck) -> FieldCheck:
+    return FieldCheck(check.name, "differ", check.level, check.saved or _ABSENT, check.found or _ABSENT)
+
+
+def _version(identity: Identity) -> str:
+    """The version of the engine: what the runtime says under the name of the engine."""
+    return dict(identity.runtime).get(identity.engine, "") if identity.engine else ""
+
+
 def _config(saved: Identity, found: Identity) -> list[FieldCheck]:
     # Settings that only one side knows come from another engine version that renamed or added a default: the digests
-    # of the weights and of the rope frequencies, and every setting both know, still have to agree.
-    checks = [_text(f"config.{name}", a, b) for name, a, b in _joined(saved.config, found.config)]
+    # of the weights and of the rope frequencies, and every setting both know, still have to agree. Where the versions
+    # are the same there is no such excuse, and none where one side has a table of settings in the place of a value.
+    same_version = _version(saved) == _version(found) != ""
+    left, right = dict(saved.config), dict(found.config)
+    checks = []
+    for name, a, b in _joined(saved.config, found.config):
+        check = _text(f"config.{name}", a, b)
+        if check.verdict == "unknown" and (a or b) != "null":
+            other = right if a else left
+            if same_version or _overlaps(name, other):
+                check = _one_sided(check)
+        checks.append(check)
     differing = [c for c in checks if c.verdict == "differ"]
     if differing:
         return differing
@@ -315,6 +376,31 @@ def _config(saved: Identity, found: Identity) -> list[FieldCheck]:
         ]
     shared = sum(1 for c in checks if c.verdict == "match")
     return [FieldCheck("config", "match", "fatal", f"{shared} settings", f"{shared} settings")]
+
+
+def _overlaps(name: str, others: Mapping[str, str]) -> bool:
+    """Tell whether a setting is part of what the other side has as one value, such as null."""
+    parts = name.split(".")
+    return any(".".join(parts[:n]) in others for n in range(1, len(parts)))
+
+
+def _quantisation(name: str, saved: str, found: str) -> list[FieldCheck]:
+    """Compare two texts of `quantisation_text`: setting by setting where both are quantised."""
+    whole = _text(name, saved, found)
+    tables = [_table(saved), _table(found)]
+    if whole.verdict != "differ" or not all(tables):
+        return [whole]
+    checks = [_text(f"{name}.{setting}", a, b) for setting, a, b in _joined(*(flatten_config(t) for t in tables))]
+    differing = [_one_sided(c) for c in checks if c.verdict != "match"]
+    return differing or [FieldCheck(name, "match", "fatal", whole.saved, whole.found)]
+
+
+def _table(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _weights(saved: Identity, found: Identity) -> list[FieldCheck]:
@@ -328,7 +414,7 @@ def _weights(saved: Identity, found: Identity) -> list[FieldCheck]:
         a, b = left.get(name), right.get(name)
         if a != b:
             what = f"weights: {describe_weight(name)}"
-            differing.append(FieldCheck(what, "differ", "fatal", str(a or "absent"), str(b or "absent")))
+            differing.append(FieldCheck(what, "differ", "fatal", str(a or _ABSENT), str(b or _ABSENT)))
     total = f"{len(left)} tensors"
     return differing or [FieldCheck("weights", "match", "fatal", total, total)]
 
@@ -337,4 +423,10 @@ def _adapters(saved: Identity, found: Identity) -> FieldCheck:
     def show(adapters: tuple[AdapterDigest, ...] | None) -> str:
         return "" if adapters is None else ", ".join(str(a) for a in adapters) or "none"
 
-    return _text("adapters", show(saved.adapters), show(found.adapters))
+    def content(adapters: tuple[AdapterDigest, ...] | None) -> list[tuple[str, str]]:
+        return [(a.digest, a.scale) for a in adapters or ()]
+
+    verdict: Verdict = "match" if content(saved.adapters) == content(found.adapters) else "differ"
+    if saved.adapters is None or found.adapters is None:
+        verdict = "unknown"
+    return FieldCheck("adapters", verdict, "fatal", *_shown(show(saved.adapters), show(found.adapters)))

@@ -123,11 +123,12 @@ class Engine(Protocol):
     def settle(self) -> None:
         """Evaluate what is pending, so that the logits of the next token are there. Nothing pending: does nothing."""
 
-    def capture(self, *, start: int = 0, row: int = 0) -> Snapshot:
+    def capture(self, *, start: int = 0, row: int = 0, progress: Progress | None = None) -> Snapshot:
         """Copy the state out: tensors from row `start` on, tokens, runs, positions, logits, sampler, identity.
 
         The arrays are the snapshot's own: later steps do not change them. `row` picks a sequence of a batch; its
-        padding is left out, or the capture is refused with `UnsupportedError`. Changes nothing live.
+        padding is left out, or the capture is refused with `UnsupportedError`. `progress` tells of the weights that
+        are digested. Changes nothing live.
         """
 
     def install(self, snapshot: Snapshot, progress: Progress | None = None, *, cast: bool = False) -> Installed:

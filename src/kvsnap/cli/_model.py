@@ -20,14 +20,15 @@ from kvsnap.layout import Sampler, SamplerState
 from kvsnap.protocols import Engine
 
 __all__ = [
-    "EMBEDDED", "ChosenModel", "RefusedModelError", "choose_model", "idle_settings", "model_options", "open_engine",
-    "parse_sampler", "refusing", "sampler_options", "sampler_state",
+    "EMBEDDED", "ChosenModel", "RefusedModelError", "adapter_option", "choose_model", "idle_settings", "model_options",
+    "open_engine", "parse_sampler", "refusing", "sampler_options", "sampler_state",
 ]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _DTYPES = ("float32", "bfloat16", "float16")
 _ATTENTION = ("sdpa", "eager")
 EMBEDDED = "smollm2"
+_ADAPTER = "kvsnap.adapter"
 
 
 def model_options(function: Function) -> Function:
@@ -48,6 +49,18 @@ def model_options(function: Function) -> Function:
     ):
         function = option(function)
     return function
+
+
+def adapter_option(function: Function) -> Function:
+    """Add --adapter, which `open_engine` looks up."""
+
+    def keep(context: click.Context, _: click.Parameter, value: str | None) -> None:
+        context.meta[_ADAPTER] = value
+
+    return click.option(
+        "--adapter", metavar="DIR", expose_value=False, callback=keep,
+        help="Put an adapter that PEFT wrote (LoRA and its relatives) around the model.",
+    )(function)  # fmt: skip
 
 
 def sampler_options(function: Function) -> Function:
@@ -170,7 +183,10 @@ def refusing(chosen: ChosenModel) -> Iterator[ChosenModel]:
 
 
 def open_engine(model: str, dtype: str | None, attention: str | None, identity: Identity | None = None) -> Engine:
-    """Load a model and connect it. What is not asked for is taken from the identity of a file, where it says so."""
+    """Load a model, with the adapter of --adapter around it, and connect it.
+
+    What is not asked for is taken from the identity of a file, where it says so; an adapter never is.
+    """
     # Before transformers is imported: it reads these once.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -191,7 +207,9 @@ def open_engine(model: str, dtype: str | None, attention: str | None, identity: 
                 remark(f"converting {what}; kept in {conversions()}")
             report(done, total, text)
 
-        loaded = load_model(model, dtype=dtype, attention=attention, progress=told)
+        context = click.get_current_context(silent=True)
+        adapter = None if context is None else context.meta.get(_ADAPTER)
+        loaded = load_model(model, dtype=dtype, attention=attention, adapter=adapter, progress=told)
     if loaded.tokenizer is None:
         remark(f"kvsnap: {model} has no tokenizer: it takes token ids (--prompt-ids) and shows them")
     return connect(loaded.model, loaded.tokenizer)

@@ -19,6 +19,7 @@ from kvsnap.api import inexact_because
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._model import (
     ChosenModel,
+    adapter_option,
     choose_model,
     idle_settings,
     model_options,
@@ -135,6 +136,7 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
 @_codec
 @_max_tokens
 @model_options
+@adapter_option
 @sampler_options
 @library_option
 @json_option
@@ -200,6 +202,7 @@ def generate(
 @click.option("--refuse-non-finite", "refuse", is_flag=True, help="Restore nothing that holds NaN or infinite values.")
 @_max_tokens
 @model_options
+@adapter_option
 @sampler_options
 @library_option
 @json_option
@@ -257,6 +260,7 @@ def resume(
 @click.argument("file", callback=named)
 @_accept
 @model_options
+@adapter_option
 @library_option
 @key_options()
 @json_option
@@ -325,6 +329,7 @@ def _show_check(found: Compatibility, chosen: ChosenModel, room: int | None, rea
 @_accept
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV line for each continuation.")
 @model_options
+@adapter_option
 @library_option
 @key_options()
 @json_option

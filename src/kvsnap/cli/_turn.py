@@ -183,7 +183,8 @@ class Turn:
             return
         started = time.perf_counter()
         start = 0 if save is not None or session is None else session.n_rows
-        snapshot = kvsnap.capture(self.engine, start=start, settle=True)
+        with progress("hashing the weights") as report:
+            snapshot = kvsnap.capture(self.engine, start=start, settle=True, progress=report)
         snapshot = replace(snapshot, metadata={**self.metadata, "stop": self.stop})
         captured = time.perf_counter()
         self.facts["capture_s"] = captured - started

@@ -8,32 +8,49 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import xxhash
 
+from kvsnap.engines._tf_adapters import Adapters
 from kvsnap.engines._tf_model import Model
-from kvsnap.errors import UnsupportedError
-from kvsnap.identity import AdapterDigest, Identity, WeightDigest, flatten_config
+from kvsnap.engines._tf_weights import digest_of, named_tensors, quantised_kinds, size_of
+from kvsnap.identity import AdapterDigest, Identity, WeightDigest, flatten_config, quantisation_text
 from kvsnap.protocols import Progress
 
-__all__ = ["identity_of", "weights_stamp"]
+__all__ = ["cache_quantisation_of", "identity_of", "settings_of", "weights_stamp"]
 
-# Settings that decide nothing about the rows of a cache: names, labels, output options, training, generation defaults.
+# Settings that decide nothing about the rows of a cache: names, labels, output options, training, initial values of
+# weights that are loaded, generation defaults.
 _NOISE = frozenset(
     """
     transformers_version _name_or_path name_or_path dtype torch_dtype architectures auto_map model_type use_cache
     return_dict return_dict_in_generate output_attentions output_hidden_states output_router_logits output_scores
     output_past id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
     _attn_implementation _attn_implementation_internal _attn_implementation_autoset attn_implementation
-    _commit_hash _experts_implementation _output_attentions quantization_config gradient_checkpointing torchscript
-    use_bfloat16 tf_legacy_loss initializer_range attention_dropout hidden_dropout attn_pdrop embd_pdrop resid_pdrop
-    dropout layerdrop classifier_dropout router_aux_loss_coef router_jitter_noise
+    _commit_hash _output_attentions quantization_config gradient_checkpointing torchscript
+    use_bfloat16 tf_legacy_loss initializer_range layerdrop encoder_layerdrop decoder_layerdrop
+    router_aux_loss_coef z_loss_coefficient num_logits_to_keep
+    w_init_variance_scale final_w_init_variance_scale rescale_prenorm_residual
+    time_step_init_scheme time_step_scale time_step_max time_step_floor
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id decoder_start_token_id
+    forced_bos_token_id forced_eos_token_id
     """.split()  # noqa: SIM905 - a table of words is easier to read and to extend
 )
+_NOISE_ENDINGS = ("dropout", "dropout_prob", "dropout_rate", "_pdrop")
+# Noise for every family but these, which compute with them outside of training too.
+_NOISE_BUT = {"router_jitter_noise": ("phimoe",)}
+# Settings that choose among ways to compute the same: bits may differ, and nothing else.
+_KERNELS = frozenset(
+    {
+        "_experts_implementation", "use_mambapy", "use_mamba_kernels", "use_associative_scan", "pretraining_tp",
+        "slow_but_exact", "chunk_size_feed_forward",
+    }
+)  # fmt: skip
 _TOKENIZER_STATE = ("truncation", "padding")
 _canonical: dict[str, str] = {}
 
@@ -46,26 +63,29 @@ def identity_of(
     workers: int,
     progress: Progress | None = None,
     prefill_step: int = 0,
+    cache_quantisation: str = "none",
 ) -> Identity:
-    """Digest everything anew. Weights are read where they lie; those on a GPU pass through a copy, one at a time."""
-    settings = _settings(model.module.config.to_dict())
-    scales = dict(_adapter_scales(model.module))
-    weights, adapters = _digests(model.module, scales, workers, progress)
-    quantisation: Any = getattr(model.module.config, "quantization_config", None)
-    if hasattr(quantisation, "to_dict"):
-        quantisation = quantisation.to_dict()
+    """Digest everything anew. Weights are read where they lie; those on a GPU pass through a copy, one at a time.
+
+    `cache_quantisation` is what `cache_quantisation_of` says of the live cache. Raise `UnsupportedError` naming a
+    weight or an adapter that cannot be digested whole.
+    """
+    settings, kernels = settings_of(model.module.config)
+    tensors, used = dict(named_tensors(model.module)), Adapters.of(model.module)
+    weights, adapters = _digests(tensors, used, workers, progress)
     template = getattr(tokenizer, "chat_template", None)
     return Identity(
         architecture=str(model.config.model_type),
-        config=flatten_config(settings),
+        config=settings,
         weights=weights,
         cache_dtype=cache_dtype,
-        quantisation="none" if quantisation is None else _json(quantisation),
+        quantisation=_weight_quantisation(model.module, tensors),
+        cache_quantisation=cache_quantisation,
         tokenizer="" if tokenizer is None else _tokenizer_digest(tokenizer),
         adapters=adapters,
         chat_template=_digest(_json(template).encode()) if template else "",
         engine="transformers",
-        runtime=_runtime(model, prefill_step),
+        runtime=_runtime(model, prefill_step, kernels),
     )
 
 
@@ -77,106 +97,114 @@ def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _settings(value: Any) -> Any:
+def settings_of(config: Any) -> tuple[tuple[tuple[str, str], ...], dict[str, Any]]:
+    """Return the settings that decide what a cache means, and those that choose among ways to compute the same."""
+    kernels: dict[str, Any] = {}
+    return flatten_config(_settings(_config_table(config), kernels)), kernels
+
+
+def _config_table(config: Any) -> dict[str, Any]:
+    """Return the settings of a model. How rope is set up is written in one way, whichever release of transformers."""
+    table: dict[str, Any] = config.to_dict()
+    scaling = table.get("rope_scaling")
+    if "rope_parameters" in table or "rope_theta" not in table or "rope_local_base_freq" in table:
+        return table
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": table.pop("rope_theta"), **(scaling or {})}
+    if "type" in rope:
+        rope["rope_type"] = rope.pop("type")
+    if table.get("partial_rotary_factor") is not None:
+        rope["partial_rotary_factor"] = table.pop("partial_rotary_factor")
+    table.pop("rope_scaling", None)
+    return {**table, "rope_parameters": rope}
+
+
+def _settings(value: Any, kernels: dict[str, Any], family: str = "") -> Any:
+    """Return the settings that decide, and put those that choose a way to compute into `kernels`."""
     if not isinstance(value, Mapping):
         return value
-    return {k: _settings(v) for k, v in value.items() if k not in _NOISE and not str(k).endswith("_token_id")}
+    family = str(value.get("model_type", family))
+    kept = {}
+    for key, inner in value.items():
+        name = str(key)
+        if name in _KERNELS:
+            kernels[name] = inner
+        elif not _is_noise(name, family):
+            kept[name] = _settings(inner, kernels, family)
+    return kept
 
 
-# -- weights -------------------------------------------------------------------------------------------------------
+def _is_noise(name: str, family: str) -> bool:
+    if name in _NOISE_BUT:
+        return family not in _NOISE_BUT[name]
+    return name in _NOISE or name.endswith(_NOISE_ENDINGS)
 
 
-def _named_tensors(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield parameters and buffers, a tied one once, under its first name.
-
-    Rotary frequencies count as they are used. Those that a module stretches as the text grows are the exception: what
-    they are stretched from is digested, the rest follows from settings and length.
-    """
-    parts = dict(module.named_modules())
-    for name, parameter in module.named_parameters():
-        owner, _, own = name.rpartition(".")
-        # accelerate keeps offloaded weights aside and leaves an empty one in their place.
-        aside = getattr(getattr(parts[owner], "_hf_hook", None), "weights_map", None)
-        yield name, parameter if parameter.device.type != "meta" or aside is None else aside[own]
-    for name, buffer in module.named_buffers():
-        owner, _, own = name.rpartition(".")
-        original = own[: -len("inv_freq")] + "original_inv_freq" if own.endswith("inv_freq") else ""
-        if own.endswith("original_inv_freq"):
-            continue  # a buffer in some releases, an attribute in others
-        moves = any(kind in str(getattr(parts[owner], "rope_type", "")) for kind in ("dynamic", "longrope"))
-        yield name, getattr(parts[owner], original, buffer) if original and moves else buffer
+# -- weights and adapters -------------------------------------------------------------------------------------------
 
 
 def _digests(
-    module: Any, scales: Mapping[str, str], workers: int, progress: Progress | None
+    tensors: Mapping[str, Any], used: Adapters, workers: int, progress: Progress | None
 ) -> tuple[tuple[WeightDigest, ...], tuple[AdapterDigest, ...]]:
-    tensors = list(_named_tensors(module))
-    total, done = sum(t.nbytes for _, t in tensors), 0
+    total, done = sum(map(size_of, tensors.values())), 0
     weights: list[WeightDigest] = []
-    parts: dict[str, list[WeightDigest]] = {name: [] for name in scales}
+    parts: dict[str, list[WeightDigest]] = {name: [] for name in used.used}
     with ThreadPoolExecutor(workers) as pool:
-        for (name, tensor), digest in zip(tensors, pool.map(_weight, tensors), strict=True):
-            adapter = _adapter_of(name, scales)
-            if adapter is None:
-                weights.append(digest)
-            elif adapter in parts:
-                parts[adapter].append(digest)
-            done += tensor.nbytes
+        for name, digest in zip(tensors, pool.map(lambda named: digest_of(*named), tensors.items()), strict=True):
+            plain, adapters = used.place(name)
+            if adapters is None:
+                weights.append(replace(digest, name=plain))
+            for adapter in adapters or ():
+                parts[adapter].append(replace(digest, name=plain))
+            done += size_of(tensors[name])
             if progress is not None:
                 progress(done, total)
-    adapters = tuple(AdapterDigest(name, _summary(parts[name]), scales[name]) for name in sorted(scales))
-    return tuple(_sorted(weights)), adapters
+    return tuple(sorted(weights, key=lambda w: w.name)), used.digests(parts)
 
 
-def _summary(parts: Iterable[WeightDigest]) -> str:
-    return _digest(_json([[w.name, w.dtype, w.shape, w.digest] for w in _sorted(parts)]).encode())
+def _weight_quantisation(module: Any, tensors: Mapping[str, Any]) -> str:
+    """How the weights are quantised: what the configuration says, or what classes of tensors there are."""
+    config = module.config
+    for each in (config, config.get_text_config(decoder=True)):
+        found: Any = getattr(each, "quantization_config", None)
+        if found is not None:
+            return quantisation_text(found.to_dict() if hasattr(found, "to_dict") else dict(found))
+    kinds = quantised_kinds(tensors)
+    return quantisation_text({"kinds": kinds} if kinds else None)
 
 
-def _sorted(digests: Iterable[WeightDigest]) -> list[WeightDigest]:
-    return sorted(digests, key=lambda w: w.name)
+def cache_quantisation_of(layers: Iterable[Any]) -> str:
+    """Return how layers of a cache are quantised, as text for an identity; "none" where none of them is.
+
+    Everything public that a layer was set up with counts: numbers, words, and matrices such as those of a rotation.
+    """
+    found: list[dict[str, Any]] = []
+    for layer in layers:
+        if hasattr(layer, "_quantize") and (settings := _layer_settings(layer)) not in found:
+            found.append(settings)
+    if len(found) > 1:
+        return quantisation_text({"layers": found})
+    return quantisation_text(found[0] if found else None)
 
 
-def _weight(named: tuple[str, Any]) -> WeightDigest:
+_LAYER_WORDS = {"nbits": "bits", "q_group_size": "group", "residual_length": "residual"}
+_LAYER_STATE = frozenset({"keys", "values", "dtype", "device", "is_initialized", "cumulative_length", "max_batch_size"})
+
+
+def _layer_settings(layer: Any) -> dict[str, Any]:
     import torch
 
-    name, tensor = named
-    if tensor.device.type == "meta":
-        raise UnsupportedError(f"weight {name} is not in memory (device meta), so the model cannot be identified")
-    data = tensor.detach()
-    if data.device.type != "cpu":
-        data = data.cpu()
-    try:
-        view = data.contiguous().reshape(-1).view(torch.uint8).numpy()
-    except (RuntimeError, TypeError) as error:
-        raise UnsupportedError(
-            f"weight {name} is a {type(tensor).__name__} whose bytes cannot be read, so the model cannot be identified"
-        ) from error
-    plain = name.replace(".base_layer.", ".")
-    return WeightDigest(plain, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _digest(view))
-
-
-# -- adapters ------------------------------------------------------------------------------------------------------
-
-
-def _adapter_scales(module: Any) -> Iterator[tuple[str, str]]:
-    """Yield each active adapter (LoRA and its relatives, as PEFT puts them into the modules) and its scales as text."""
-    found: dict[str, set[float]] = {}
-    for part in module.modules():
-        scaling = getattr(part, "scaling", None)
-        if isinstance(scaling, Mapping) and hasattr(part, "active_adapters"):
-            for name in () if getattr(part, "disable_adapters", False) else part.active_adapters:
-                if name in scaling:
-                    found.setdefault(str(name), set()).add(float(scaling[name]))
-    for name, scales in found.items():
-        yield name, ",".join(f"{s:g}" for s in sorted(scales))
-
-
-def _adapter_of(weight: str, scales: Mapping[str, str]) -> str | None:
-    """Return the adapter that a weight belongs to ("" for one that is loaded and not active), or None."""
-    names = weight.split(".")
-    if not any(n.startswith("lora_") for n in names):
-        return None
-    return next((n for n in names if n in scales), "")
+    settings: dict[str, Any] = {"kind": type(layer).__name__}
+    for name, value in vars(layer).items():
+        word = _LAYER_WORDS.get(name, name)
+        if name.startswith("_") or name in _LAYER_STATE:
+            continue
+        if isinstance(value, (str, int, float, bool)):
+            settings[word] = value
+        elif isinstance(value, torch.Tensor):
+            settings[word] = digest_of(name, value).digest
+        elif isinstance(value, torch.dtype):
+            settings[word] = str(value).removeprefix("torch.")
+    return settings
 
 
 # -- tokenizer and runtime -----------------------------------------------------------------------------------------
@@ -241,7 +269,7 @@ def weights_stamp(module: Any) -> object:
     return tuple(stamp)
 
 
-def _runtime(model: Model, prefill_step: int) -> tuple[tuple[str, str], ...]:
+def _runtime(model: Model, prefill_step: int, kernels: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     import torch
     import transformers
 
@@ -250,6 +278,7 @@ def _runtime(model: Model, prefill_step: int) -> tuple[tuple[str, str], ...]:
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "attention": getattr(model.config, "_attn_implementation", None),
+        "kernels": kernels,
         "device": "+".join(kinds),
         "threads": torch.get_num_threads(),
         "matmul_precision": torch.get_float32_matmul_precision(),

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from kvsnap.engines.adapters import check_adapter, put_around
 from kvsnap.engines.gguf import NONSENSE, Progress, TokenizerErrors, converted, first_line, quiet, require
 from kvsnap.errors import (
     DamagedError,
@@ -149,6 +150,7 @@ def load_model(
     dtype: str | None = None,
     attention: str | None = None,
     device: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     cache_directory: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -156,8 +158,10 @@ def load_model(
 
     `dtype` is float32, bfloat16, float16 or None (as stored); only the weights are cast, not the rope frequencies.
     `attention` is sdpa, eager or None (transformers decides); `device` a torch device such as `cpu` or `cuda:0`.
-    A GGUF is converted on first use into `cache_directory` (default: $KVSNAP_CACHE, else the user's cache) and
-    `progress` tells how far that is. Settings of transformers (progress bars, verbosity) are restored on the way out.
+    `adapter` is a directory that PEFT wrote (adapter_config.json and adapter_model.safetensors): it is put around the
+    model, not merged. A GGUF is converted on first use into `cache_directory` (default: $KVSNAP_CACHE, else the user's
+    cache) and `progress` tells how far that is. Settings of transformers (progress bars, verbosity) are restored on the
+    way out.
     Raises what `resolve` raises, and InputError, ExtraMissingError, MissingError (not on the hub, or the hub cannot be
     reached), DamagedError (weights cut off or missing), UnsupportedError (what transformers cannot load as asked).
     """
@@ -166,6 +170,7 @@ def load_model(
     if attention is not None and attention not in _ATTENTION:
         raise InputError("unknown attention", expected=", ".join(_ATTENTION), found=repr(attention))
     source = resolve(name)
+    wrapped = None if adapter is None else check_adapter(adapter)
     torch = require("torch")
     require("transformers")
     where = _device(torch, device)
@@ -175,6 +180,8 @@ def load_model(
     with quiet():
         model = _load_weights(source, path, dtype, attention, torch)
         tokenizer = _load_tokenizer(source, path)
+        if wrapped is not None:
+            model = put_around(model, wrapped)
     if where is not None:
         try:
             model = model.to(where)

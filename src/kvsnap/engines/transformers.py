@@ -12,7 +12,7 @@ from typing import Any
 from kvsnap.engines import _tf_text
 from kvsnap.engines._tf_adopt import lines_in, only_rows
 from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
-from kvsnap.engines._tf_identity import identity_of, weights_stamp
+from kvsnap.engines._tf_identity import cache_quantisation_of, identity_of, weights_stamp
 from kvsnap.engines._tf_install import build_cache, check_snapshot
 from kvsnap.engines._tf_layers import cut, dtype_of
 from kvsnap.engines._tf_live import LiveState, live_of
@@ -104,7 +104,7 @@ class TransformersEngine(LiveState):
 
     # -- out and in --------------------------------------------------------------------------------------------------
 
-    def capture(self, *, start: int = 0, row: int = 0) -> Snapshot:
+    def capture(self, *, start: int = 0, row: int = 0, progress: Progress | None = None) -> Snapshot:
         live = self._current()
         if not 0 <= row < len(live.lines):
             raise InputError("no such sequence in the batch", expected=f"0 to {len(live.lines) - 1}", found=row)
@@ -126,7 +126,7 @@ class TransformersEngine(LiveState):
             positions=line.position_runs,
             logits=None if line.logits is None else logits_tensor(line.logits, layers),
             sampler=live.sampler,
-            identity=self.identity(),
+            identity=self.identity(progress),
             text=None if self.tokenizer is None else self.detokenize(line.tokens),
         )
 
@@ -193,7 +193,7 @@ class TransformersEngine(LiveState):
     def identity(self, progress: Progress | None = None) -> Identity:
         return identity_of(
             self._model, self.tokenizer, cache_dtype=self._cache_dtype(), workers=self._workers, progress=progress,
-            prefill_step=self._step,
+            prefill_step=self._step, cache_quantisation=cache_quantisation_of(self._live.cache.layers),
         )  # fmt: skip
 
     def tokenize(self, text: str, *, special: bool = True) -> tuple[int, ...]:

@@ -288,7 +288,7 @@ def _build(
         raise FormatError("metadata: runs do not sum up to tokens and rows", path=path, offset=8)
     for tensor in tensors.values():
         rows = counts["n_rows"] // tensor.spec.tokens_per_row
-        if tensor.spec.growth == "grow" and tensor.start + tensor.n_rows != rows:
+        if tensor.spec.grows and tensor.start + tensor.n_rows != rows:
             raise FormatError(f"{tensor.name}: rows are missing", path=path, expected=rows, found=tensor.n_rows)
     return Snapshot(
         architecture=geometry.architecture,

@@ -142,7 +142,7 @@ class Columns:
             )  # fmt: skip
         # Rows that had left a window before they were saved: what lies before them is of no use any more.
         since = int(gaps[-1]) if len(gaps) else 0
-        used = {int(k) for k in np.unique(kinds[spans[since:]])}
+        used = {int(k) for k in np.unique(kinds[spans[since:]][kept[since:] > 0])}
         bound = max((part.bound for k, part in enumerate(parts) if part is not None and k in used), default=0.0)
         whole = bool((kept[since:] == rows[since:]).all())
         return _Column(spans[since:], begin[since:], kept[since:], stored[since:], whole, bound)

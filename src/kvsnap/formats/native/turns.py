@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+import xxhash
+
+from kvsnap import codecs
 from kvsnap.errors import CompatibilityError, DamagedError, FormatError, InputError
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.journal import Published
@@ -28,8 +34,34 @@ from kvsnap.records import RECORD_SIZE, FileHeader, Kind, ReadAt, commit_digest,
 from kvsnap.tensors import TensorSpec
 
 __all__ = [
-    "check_continues", "codes_before", "merged_geometry", "merged_identity", "requantised", "walk", "write_turn",
-]  # fmt: skip
+    "Turn",
+    "check_continues",
+    "check_static",
+    "codes_before",
+    "merged_geometry",
+    "merged_identity",
+    "new_text",
+    "requantised",
+    "walk",
+    "write_turn",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One commit of a session: what it did, whether the turn was complete, and the counts after it."""
+
+    commit: int
+    operation: str
+    complete: bool
+    n_tokens: int
+    n_rows: int
+    time_ns: int
+    offset: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def write_turn(
@@ -105,6 +137,32 @@ def check_continues(now: Published, snapshot: Snapshot, tokens: Callable[[], tup
     if differing:
         text = "; ".join(str(f) for f in differing[:4])
         raise CompatibilityError(f"the snapshot is of another model: {text}", path=path, report=report)
+
+
+def check_static(now: Published, snapshot: Snapshot, opened: Callable[[], NativeFile]) -> None:
+    """Refuse a snapshot with other static tensors than the session, which keeps those of its first turn.
+
+    Compared are lengths, and the checksum where the bytes are stored as they are. `opened` opens the session file,
+    which is closed here. Raise `InputError`.
+    """
+    statics = [t for t in snapshot.tensors() if t.spec.growth == "static"]
+    if now.is_empty or not statics:
+        return
+    with closing(opened()) as file:
+        where, entry = file.live[0]
+        table, _, _ = where.table_at(entry.span, Kind.SPAN)
+    parts = {part.tensor: part for part in table.parts}
+    for tensor in statics:
+        part = parts.get(tensor.spec.id)
+        same = part is not None and part.n_rows == tensor.n_rows
+        if same and part is not None and part.codec == codecs.EXACT.id:
+            values = np.ascontiguousarray(tensor.values()).reshape(-1).view(np.uint8)
+            same = xxhash.xxh3_64_intdigest(values.data) == part.checksum
+        if not same:
+            raise InputError(
+                f"the snapshot has another {tensor.name} than the session, which keeps that of its first turn",
+                path=file.path, expected="a session of its own",
+            )  # fmt: skip
 
 
 def merged_geometry(now: Published, snapshot: Snapshot, path: str) -> schema.Geometry:
@@ -193,3 +251,14 @@ def walk(commit: Commit, offset: int, header: FileHeader, reader: ReadAt) -> Ite
         if commit_digest(record.pack(header.salt, offset), payload) != commit.previous_digest:
             raise DamagedError("broken history: this COMMIT is not the one meant", path=reader.path, offset=offset)
         commit = parse_commit(payload, reader.path, offset + RECORD_SIZE)
+
+
+def new_text(before: str | None, text: str) -> tuple[int | None, str]:
+    """Return what is new of a text, and how many characters of the one before it follows (None: all)."""
+    if before is None:
+        return 0, text
+    if text.startswith(before):
+        return None, text[len(before) :]
+    # The last character may have been half of one before: its missing bytes change it.
+    kept = len(os.path.commonprefix([before, text]))  # noqa: RUF071 # characters are meant
+    return kept, text[kept:]
