@@ -15,13 +15,15 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "kvsnap"
 
-MODEL = "layout identity reach tensors"  # one module in the design, four files
+MODEL = "layout identity quantised reach runs tensors"  # one module in the design, six files
 TABLE: dict[str, str] = {
     "errors": "",
     "tensors": "errors",
     "identity": "errors tensors",
+    "quantised": "errors tensors",
     "reach": "errors tensors",
-    "layout": "errors identity reach tensors",
+    "runs": "",
+    "layout": "errors identity quantised reach runs tensors",
     "editing": f"errors {MODEL}",
     "shards": f"errors {MODEL}",
     "sampling": f"errors {MODEL}",
@@ -58,7 +60,7 @@ EXTRAS = {
     "tokenizers",
     "torch",
 }
-EXTRAS |= {"cryptography", "jinja2", "transformers", "zstandard"}
+EXTRAS |= {"cryptography", "jinja2", "optimum", "transformers", "zstandard"}
 LATE_UNITS = {"crypto", "engines", "plots", "server", "serving", "stores"}  # need extras, so may be imported late
 
 MAX_FILE, MAX_CLASS, MAX_FUNCTION = 450, 250, 60

@@ -548,3 +548,11 @@ def test_a_byte_of_a_shard_flipped_on_disk(tmp_path: Path, capsys: pytest.Captur
     code, data, _ = call(capsys, "join", *paths, "-o", tmp_path / "out", "--json")
     assert (code, data["error"]["kind"]) == (6, "damaged")
     assert not (tmp_path / "out").exists()
+
+
+def test_codes_are_not_split_by_heads() -> None:
+    whole = plain()
+    coded = replace(whole, layers=(replace(whole.layers[0], quantisation='{"bits":4}'), *whole.layers[1:]))
+    with pytest.raises(UnsupportedError, match="layer 0: its keys and values are codes"):
+        kvsnap.split(coded, 2)
+    assert len(kvsnap.split(whole, 2)) == 2

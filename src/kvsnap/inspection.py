@@ -98,7 +98,7 @@ def non_finite(snapshot: Snapshot, progress: Progress | None = None) -> tuple[No
 
 
 def _layer_summary(layer: Layer) -> LayerSummary:
-    keys = layer.tensor("k") or layer.tensor("latent")
+    keys = layer.tensor("k") or layer.tensor("latent") or (layer.tensor("residual") if layer.quantisation else None)
     return LayerSummary(
         index=layer.index,
         kind=layer.kind,

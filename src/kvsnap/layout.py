@@ -9,18 +9,20 @@ from __future__ import annotations
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvsnap.errors import InputError
 from kvsnap.identity import Identity
+from kvsnap.quantised import rows_of
 from kvsnap.reach import Ends, Reach, Stop
+from kvsnap.runs import PositionRun, Run, RunKind, cut_positions, cut_runs, join_positions, join_runs
 from kvsnap.tensors import (
     DTYPES,
     ROLES,
@@ -48,6 +50,7 @@ __all__ = [
     "RandomState",
     "Reach",
     "Run",
+    "RunKind",
     "Sampler",
     "SamplerState",
     "Shard",
@@ -55,27 +58,13 @@ __all__ = [
     "Source",
     "Tensor",
     "TensorSpec",
+    "cut_positions",
+    "cut_runs",
     "dtype_name",
+    "join_positions",
+    "join_runs",
     "numpy_dtype",
 ]  # fmt: skip # by meaning
-
-RunKind = Literal["prompt", "generated"]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`count` consecutive tokens of one kind."""
-
-    kind: RunKind
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class PositionRun:
-    """`count` consecutive rows whose positions are `start`, `start + 1`, ..."""
-
-    start: int
-    count: int
 
 
 def _number(name: str, value: Any) -> float:
@@ -277,6 +266,8 @@ class Snapshot:
     def head(self, layer: int, head: int) -> Head | None:
         """Return keys and values of one head as float32 copies, or None where the layer has no such head.
 
+        Of a quantised layer they are computed from its codes, as the layer itself does at its next pass.
+
         Raise `InputError` for a layer number outside the model.
         """
         if not 0 <= layer < len(self.layers):
@@ -284,6 +275,8 @@ class Snapshot:
         entry = self.layers[layer]
         if entry.shares is not None:
             return self.head(entry.shares, head)
+        if entry.quantisation:
+            return self._quantised_head(entry, head)
         keys = entry.tensor_of_head("k", head) or entry.tensor_of_head("latent", head)
         values = entry.tensor_of_head("v", head) or entry.tensor_of_head("rope", head)
         if keys is None or values is None or not keys[0].spec.shape[-1]:
@@ -291,6 +284,14 @@ class Snapshot:
         first, per_row = keys[0].start, keys[0].spec.tokens_per_row
         positions = self.row_positions(first * per_row, (first + keys[0].n_rows) * per_row)[::per_row]
         return Head(_head_rows(*keys), _head_rows(*values), positions)
+
+    def _quantised_head(self, entry: Layer, head: int) -> Head | None:
+        if not 0 <= head < entry.num_heads:
+            return None
+        keys, values = (
+            np.array(rows_of(entry, of_values=of_values)[head], dtype=np.float32) for of_values in (False, True)
+        )
+        return Head(keys, values, self.row_positions(self.n_rows - len(keys), self.n_rows))
 
     def _ends(self) -> Ends:
         tensors = {t.spec.id: t for t in self.tensors()}
@@ -389,51 +390,3 @@ def _cut(tensor: Tensor, n_rows: int) -> Tensor:
     if stop < tensor.start:  # a window of 1 needs no rows, and nothing holds those of the empty history
         return Tensor(spec, np.zeros(spec.shape, dtype=numpy_dtype(spec.dtype)), start=stop)
     return tensor.rows(tensor.start, min(stop, tensor.start + tensor.n_rows))
-
-
-def cut_runs(runs: Sequence[Run], n_tokens: int) -> tuple[Run, ...]:
-    """Return the runs of the first `n_tokens` tokens."""
-    kept, left = [], n_tokens
-    for run in runs:
-        if left <= 0:
-            break
-        kept.append(Run(run.kind, min(run.count, left)))
-        left -= run.count
-    return tuple(kept)
-
-
-def cut_positions(runs: Sequence[PositionRun], n_rows: int) -> tuple[PositionRun, ...]:
-    """Return the position runs of the first `n_rows` rows."""
-    kept, left = [], n_rows
-    for run in runs:
-        if left <= 0:
-            break
-        kept.append(PositionRun(run.start, min(run.count, left)))
-        left -= run.count
-    return tuple(kept)
-
-
-def join_runs(runs: Sequence[Run], more: Sequence[Run]) -> tuple[Run, ...]:
-    """Append runs, merging neighbours of one kind."""
-    out = list(runs)
-    for run in more:
-        if run.count == 0:
-            continue
-        if out and out[-1].kind == run.kind:
-            out[-1] = Run(run.kind, out[-1].count + run.count)
-        else:
-            out.append(run)
-    return tuple(out)
-
-
-def join_positions(runs: Sequence[PositionRun], more: Sequence[PositionRun]) -> tuple[PositionRun, ...]:
-    """Append position runs, merging those that go on without a jump."""
-    out = list(runs)
-    for run in more:
-        if run.count == 0:
-            continue
-        if out and out[-1].start + out[-1].count == run.start:
-            out[-1] = PositionRun(out[-1].start, out[-1].count + run.count)
-        else:
-            out.append(run)
-    return tuple(out)

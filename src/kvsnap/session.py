@@ -29,9 +29,11 @@ from kvsnap.formats.native.turns import (
     Turn,
     check_continues,
     check_static,
+    codes_before,
     merged_geometry,
     merged_identity,
     new_text,
+    requantised,
     walk,
     write_turn,
 )
@@ -296,7 +298,7 @@ class Session(_Counts):
         check_continues(now, snapshot, lambda: self.tokens, self.path)
         geometry, identity = merged_geometry(now, snapshot, self.path), merged_identity(now, snapshot)
         check_static(now, snapshot, self._file)
-        text = self._new_text(snapshot)
+        text, before = self._new_text(snapshot), codes_before(now, snapshot, self._file)
         with self._journal.writing() as writer:
             commit, entry, parts = write_turn(now, writer, snapshot, text, geometry, identity, codec_name, progress)
             commit = replace(commit, complete=complete)
@@ -306,9 +308,9 @@ class Session(_Counts):
                 identity=identity,
             )  # fmt: skip
         self._tokens, self._text = snapshot.tokens, snapshot.text
-        return report_of(
-            snapshot, parts, nbytes=written, path=self.path, commit=self.n_commits, file_id=self._journal.header.file_id
-        )
+        file_id = self._journal.header.file_id
+        report = report_of(snapshot, parts, nbytes=written, path=self.path, commit=self.n_commits, file_id=file_id)
+        return replace(report, requantised=requantised(before, parts, snapshot))
 
     @changes
     def truncate(self, n_tokens: int, *, nearest: bool = False) -> int:

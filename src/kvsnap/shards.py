@@ -62,6 +62,8 @@ def split(snapshot: Snapshot, n: int) -> tuple[Snapshot, ...]:
 
 def _heads_of(layer: Layer, n: int) -> Iterator[tuple[int, int]]:
     """Yield id and number of heads of each tensor of a layer that is divided."""
+    if layer.quantisation:  # what belongs to one head cannot be told from the codes
+        raise UnsupportedError(f"layer {layer.index}: its keys and values are codes, which cannot be split by heads")
     if layer.num_query_heads % n:
         raise UnsupportedError(
             f"layer {layer.index}: {layer.num_query_heads} query heads cannot be shared out to {n} ranks evenly"

@@ -34,7 +34,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 
 ROLES = (
     "k", "v", "latent", "rope", "index", "conv", "recurrent", "cross_k", "cross_v", "draft_k", "draft_v", "logits",
-    "positions", "code", "scale", "residual", "other", "compressed", "buffer", "overlap",
+    "positions", "code", "scale", "residual", "other", "compressed", "buffer", "overlap", "zero",
 )  # fmt: skip
 LAYER_KINDS = ("attention", "latent", "recurrent", "hybrid", "cross", "none")
 Growth = Literal["grow", "window", "replaced", "static"]
@@ -291,6 +291,7 @@ class Layer:
     `kind` is `attention`, `latent`, `recurrent`, `hybrid`, `cross` or `none`; `shares` is the layer whose tensors this
     one uses (None: its own). Ragged heads are several tensors of one role, each with the next heads. `by_head` holds
     what a foreign file keeps beside the tensors for looking at single heads; it is neither restored nor saved.
+    `quantisation` is how keys and values are kept as codes, as canonical JSON; "" where they are not.
     """
 
     index: int
@@ -299,6 +300,7 @@ class Layer:
     num_query_heads: int = 0
     shares: int | None = None
     by_head: tuple[Tensor, ...] = ()
+    quantisation: str = ""
 
     def tensor(self, role: str) -> Tensor | None:
         """Return the (first) tensor of that role, or None."""
@@ -324,12 +326,15 @@ class Layer:
         """Key/value heads; 1 for a latent layer, 0 for a layer without attention."""
         if any(t.role == "k" for t in self.tensors):
             return sum(_heads_of(t) for t in self.tensors if t.role == "k")
+        residual = self.tensor("residual") if self.quantisation else None
+        if residual is not None:
+            return _heads_of(residual)
         return 1 if self.tensor("latent") is not None else 0
 
     @property
     def head_dim(self) -> int:
         """Width of one key row; the latent width for a latent layer."""
-        k = self.tensor("k") or self.tensor("latent")
+        k = self.tensor("k") or self.tensor("latent") or (self.tensor("residual") if self.quantisation else None)
         return 0 if k is None else int(k.spec.shape[-1])
 
     @property

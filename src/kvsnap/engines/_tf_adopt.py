@@ -88,7 +88,9 @@ def only_rows(cache: Any, line: Line, model: Model) -> Any:
         for part, (role, tensor) in zip(geometry.parts, kind.read(layer), strict=False):
             check_unpadded(part, columns, total, f"layer {index}: {role}")
             axis = tensor.ndim - len(part.axes) + part.row_axis
-            if part.row_axis >= 0 and line.n_rows:
+            if part.growth == "replaced" and part.row_axis >= 0 and tensor.shape[axis]:
+                raise UnsupportedError(f"layer {index}: {part.name} has padding in it, which cannot be taken out again")
+            if part.row_axis >= 0 and part.growth != "replaced" and line.n_rows:
                 hidden = total - int(tensor.shape[axis])
                 kept = [column - hidden for column in columns if column >= hidden]
                 if len(kept) < part.needed(len(columns)):

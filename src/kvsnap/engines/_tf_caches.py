@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.errors import ExtraMissingError, InputError, UnsupportedError
 
 __all__ = ["CACHES", "CacheKind", "cache_kind"]
 
@@ -33,6 +33,44 @@ def _dynamic(module: Any, _: Mapping[str, Any]) -> Any:
     return transformers.DynamicCache(config=module.config)
 
 
+_QUANTISED_OPTIONS = ("backend", "nbits", "axis_key", "axis_value", "q_group_size", "residual_length")
+_PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
+
+
+def _quantised(module: Any, options: Mapping[str, Any]) -> Any:
+    import transformers
+
+    backend = options.get("backend")
+    if backend not in ("hqq", "quanto", "fp8"):
+        raise InputError("a quantised cache needs its backend", expected="hqq, quanto or fp8", found=backend)
+    _refuse_windows(module.config.get_text_config(decoder=True))
+    given = {name: value for name, value in options.items() if name != "backend"}
+    try:
+        return transformers.QuantizedCache(backend, module.config, **given)
+    except ImportError as error:
+        package = _PACKAGES.get(backend, backend)
+        raise ExtraMissingError(f"a cache quantised by {backend} needs the package {package}: {error}") from error
+    except ValueError as error:
+        if backend == "fp8" and "Unknown" in str(error):
+            raise UnsupportedError(
+                "this release of transformers has no fp8 cache", expected="5.24", found=transformers.__version__
+            ) from error
+        raise InputError(f"transformers refuses these options of a quantised cache: {error}", found=given) from error
+
+
+def _refuse_windows(config: Any) -> None:
+    # Releases before 5.24 would keep all rows of such layers, and mask them as if they were windows.
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    if not getattr(config, "layer_types", None) and window and getattr(config, "use_sliding_window", True):
+        kinds = {"sliding_attention"}
+    if kinds:
+        raise UnsupportedError(
+            f"{config.model_type} has layers that a quantised cache is not made for",
+            expected="full_attention", found=", ".join(sorted(kinds)),
+        )  # fmt: skip
+
+
 def _encoder_decoder(module: Any, _: Mapping[str, Any]) -> Any:
     import transformers
 
@@ -53,7 +91,10 @@ _OF_FAMILIES: dict[str, CacheKind] = {
     "minimax": CacheKind(("MiniMaxCache",), (), _minimax, alone=True, families=("minimax",)),
 }
 """The kinds that a family needs in place of a dynamic one."""
-CACHES: dict[str, CacheKind] = {"dynamic": CacheKind(("DynamicCache",), (), _dynamic)}
+CACHES: dict[str, CacheKind] = {
+    "dynamic": CacheKind(("DynamicCache",), (), _dynamic),
+    "quantised": CacheKind(("QuantizedCache",), _QUANTISED_OPTIONS, _quantised),
+}
 """The kinds by the name that `connect(model, cache=...)` takes."""
 
 

@@ -43,7 +43,7 @@ def read_layers(model: Model, cache: Any, line: Line, row: int, start: int, dtyp
         layers.append(
             Layer(
                 index=index, kind=geometry.kind, tensors=tensors, num_query_heads=geometry.query_heads,
-                shares=geometry.shares,
+                shares=geometry.shares, quantisation=geometry.quantisation,
             )
         )  # fmt: skip
     return tuple(layers)
@@ -60,6 +60,10 @@ def _copy(
         return 0, copy_rows(tensor, row, slice(None), -1)
     seen = columns[-1] + 1 if columns else 0
     check_unpadded(part, columns, total, what)
+    if part.growth == "replaced" and part.row_axis >= 0 and tensor.shape[1 + part.row_axis] and len(columns) != total:
+        raise UnsupportedError(
+            f"{what} has padding in it, which cannot be taken out again", expected=len(columns), found=total
+        )
     if part.row_axis < 0 or part.growth == "replaced":
         if len(columns) and seen - columns[0] != len(columns):
             raise UnsupportedError(f"{what} has padding behind its first token in it, which cannot be taken out again")
@@ -103,7 +107,7 @@ def live_dtype(cache: Any) -> str:
     """Return the name of the dtype of the rows in a cache, or "" while it holds none."""
     for index, layer in enumerate(layers_of(cache)):
         live = kind_of(layer, index).read(layer)
-        if live and live[0][0] in ("k", "conv"):
+        if live and live[0][0] in ("k", "conv", "residual"):
             return dtype_of(live[0][1].dtype, "the cache")
     return ""
 
@@ -118,4 +122,4 @@ def logits_tensor(logits: npt.NDArray[Any], layers: Sequence[Layer]) -> Tensor:
 
 
 def _no_rows(spec: TensorSpec) -> npt.NDArray[Any]:
-    return np.empty(spec.shape_with(0), dtype=numpy_dtype(spec.dtype))
+    return np.zeros(spec.shape_with(0), dtype=numpy_dtype(spec.dtype))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvsnap.engines import _tf_quantised as quantised
 from kvsnap.engines._tf_compressed import compressed_geometry, index_of_blocks, shared_attentions
 from kvsnap.engines._tf_encoder import cross_parts
 from kvsnap.engines._tf_parts import Geometry, Part, heads, rows
@@ -48,6 +49,8 @@ def geometry_of(module: Any, config: Any, layers: Sequence[Any]) -> tuple[Geomet
             query_heads, rope = int(config.num_attention_heads), _rope(module, config, index)
             found.append(compressed_geometry(shared[index], layer, index, query_heads, rope))
         elif getattr(config, "kv_lora_rank", None) is not None:
+            if quantised.is_quantised(layer):
+                raise UnsupportedError(f"layer {index} has latent attention, which is not supported as codes")
             if getattr(layer, "is_sliding", False):
                 raise UnsupportedError(f"layer {index} has latent attention in a window, which is not supported yet")
             found.append(_latent(latent.get(index), index, config, layers))
@@ -103,6 +106,9 @@ def _plain(module: Any, config: Any, index: int, layer: Any, attention: Any) -> 
     if window == 1:
         raise UnsupportedError(f"layer {index} has a window of 1, which holds nothing", expected="2 or more", found=1)
     count, width, of_value = _sizes(config, attention)
+    if quantised.is_quantised(layer):
+        coded = quantised.parts_of(layer, count, (width, of_value), rope, pairing)
+        return Geometry("attention", query_heads, coded, quantisation=quantised.settings_of(layer).text)
     parts: tuple[Part, ...] = (
         heads("k", count, width, rope, pairing, window),
         heads("v", count, of_value, window=window),

@@ -10,6 +10,7 @@ import numpy as np
 from kvsnap.engines._tf_layers import kind_of, layer_at, numpy_view
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_parts import Geometry, Part, state
+from kvsnap.engines._tf_quantised import check_sizes
 from kvsnap.engines._tf_state import Line, check_ids, check_room, straightened
 from kvsnap.errors import CompatibilityError, InputError, UnsupportedError
 from kvsnap.layout import PositionRun, Snapshot
@@ -123,6 +124,11 @@ def _check_held(tensor: Tensor, part: Part, where: str, n_rows: int, of_rows: in
 def _check_layer(layer: Layer, geometry: Geometry, index: int, dtype: str, n_rows: int, *, cast: bool) -> None:
     where, roles = f"layer {index}", [t.role for t in layer.tensors]
     expected = [part.role for part in geometry.parts]
+    if layer.quantisation != geometry.quantisation:
+        raise CompatibilityError(
+            f"{where} is quantised otherwise",
+            expected=geometry.quantisation or "none", found=layer.quantisation or "none",
+        )  # fmt: skip
     states = ["conv", "recurrent"] if geometry.open else []
     more = [role for role in roles if role in states and roles.count(role) > expected.count(role)]
     fits = sorted(roles) == sorted([*expected, *more]) and (more or not geometry.open or not n_rows)
@@ -148,7 +154,8 @@ def _check_layer(layer: Layer, geometry: Geometry, index: int, dtype: str, n_row
                 ("shape", part.shape(part.needed(n_rows)), part.shape(tensor.n_rows)),
                 ("first row", 0, tensor.start),
             ]
-        if not cast and (part.dtype or part.row_axis >= 0):
+        # Codes mean something in the dtype they were made from only.
+        if (layer.quantisation or not cast) and (part.dtype or part.row_axis >= 0):
             compared.append(("dtype", part.dtype or dtype, found.dtype))
         if "unknown" not in (part.rope, found.rope):
             compared.append(("rope", f"{part.rope} {part.pairing}".strip(), f"{found.rope} {found.pairing}".strip()))
@@ -156,6 +163,8 @@ def _check_layer(layer: Layer, geometry: Geometry, index: int, dtype: str, n_row
             if wanted != value:
                 shown = [list(v) if isinstance(v, tuple) else v for v in (wanted, value)]
                 raise CompatibilityError(f"{where} {part.role}: {what} differs", expected=shown[0], found=shown[1])
+    if geometry.quantisation:
+        check_sizes(layer, geometry.parts, n_rows)
 
 
 def _line_of(snapshot: Snapshot) -> Line:

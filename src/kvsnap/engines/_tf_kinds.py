@@ -24,7 +24,7 @@ class LayerKind:
     To undo a pass that failed, `drop(layer, rows)` takes away the rows that it added, where there is one, and what the
     attributes `kept` referred to is put back; of those that a pass writes over in place, `copied`, a copy is kept.
     `fixed(layer)` are the tensors that no pass changes, for noticing who else did. `module` is where the class is
-    defined.
+    defined. `quantisation(layer)` tells how a layer keeps its rows as codes, as the text of `Layer`.
     """
 
     read: Callable[[Any], Live]
@@ -36,3 +36,4 @@ class LayerKind:
     copied: tuple[str, ...] = ()
     fixed: Callable[[Any], tuple[Any, ...]] | None = None
     module: str = "transformers.cache_utils"
+    quantisation: Callable[[Any], str] = lambda _: ""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvsnap.engines import _tf_quantised as quantised
 from kvsnap.engines._tf_compressed import COMPRESSED, with_index
 from kvsnap.engines._tf_kinds import LayerKind, Live
 from kvsnap.engines._tf_parts import Geometry, Part, state
@@ -109,7 +111,8 @@ class Undo:
         self._kept: list[tuple[Any, LayerKind, int, dict[str, Any]]] = []
         for index, layer in enumerate(layers_of(cache)):
             kind = kind_of(layer, index)
-            kept = {name: _kept(getattr(layer, name), name in kind.copied) for name in kind.kept}
+            names = [name for name in kind.kept if hasattr(layer, name)]
+            kept = {name: _kept(getattr(layer, name), name in kind.copied) for name in names}
             self._kept.append((layer, kind, kind.rows(layer) or 0, kept))
 
     def put_back(self) -> None:
@@ -150,6 +153,12 @@ def tensors_of(layer: Any, index: int, geometry: Geometry) -> Live:
 
 def check_layer(layer: Any, index: int, geometry: Geometry, n_rows: int) -> None:
     """Raise `UnsupportedError` unless a layer holds just what its geometry says for `n_rows` positions."""
+    how = kind_of(layer, index).quantisation(layer)
+    if how != geometry.quantisation:
+        raise UnsupportedError(
+            f"layer {index} of the cache is quantised otherwise",
+            expected=geometry.quantisation or "none", found=how or "none",
+        )  # fmt: skip
     live = tensors_of(layer, index, geometry)
     if not n_rows and not live:
         return
@@ -181,7 +190,8 @@ def _check_tensor(index: int, part: Part, tensor: Any, n_rows: int) -> None:
     fits = (held > 0 if part.growth == "static" else held == needed) or (
         part.growth == "window" and needed < held <= n_rows
     )
-    if not part.fits(found) or (part.row_axis >= 0 and not fits):
+    counted = part.row_axis >= 0 and (part.growth != "replaced" or part.held)
+    if not part.fits(found) or (counted and not fits):
         raise UnsupportedError(
             f"layer {index} does not keep {part.role} as its settings say",
             expected=["any" if size is None else size for size in part.shape(needed)], found=list(found),
@@ -196,14 +206,14 @@ def learned(layer: Any, index: int, geometry: Geometry) -> Geometry:
     if not live and geometry.kind != "none":
         return geometry
     parts = [
-        part.learned(tensor.shape[1:], dtype_of(tensor.dtype, f"layer {index} {role}"))
+        part.learned(tensor.shape[1:], part.dtype or dtype_of(tensor.dtype, f"layer {index} {role}"))
         for part, (role, tensor) in zip(geometry.parts, live, strict=False)
     ]
     parts += [
         state(role, tensor.shape[1:], dtype_of(tensor.dtype, f"layer {index} {role}"))
         for role, tensor in live[len(parts) :]
     ]
-    return Geometry(geometry.kind, geometry.query_heads, tuple(parts), shares=geometry.shares)
+    return replace(geometry, parts=tuple(parts), open=False)
 
 
 def dtype_of(dtype: Any, what: str) -> str:
@@ -215,12 +225,14 @@ def dtype_of(dtype: Any, what: str) -> str:
 
 
 def numpy_view(tensor: Any) -> npt.NDArray[Any]:
-    """Return a numpy array over the memory of a torch tensor on the CPU. numpy has no bfloat16, hence the detour."""
+    """Return a numpy array over the memory of a torch tensor on the CPU. What numpy does not have takes a detour."""
     import torch
 
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         return np.asarray(tensor.view(torch.int16).numpy().view(numpy_dtype("bfloat16")))
+    if tensor.dtype == torch.float8_e4m3fn:
+        return np.asarray(tensor.view(torch.uint8).numpy().view(numpy_dtype("float8_e4m3fn")))
     return np.asarray(tensor.numpy())
 
 
@@ -366,6 +378,10 @@ _WINDOW = LayerKind(
     _window_read, _window_write, _window_rows, _window_cut,
     kept=("keys", "values", "cumulative_length", "is_initialized"),
 )  # fmt: skip
+_QUANTISED = LayerKind(
+    quantised.read, quantised.write, quantised.rows, quantised.cut, kept=quantised.KEPT,
+    quantisation=lambda layer: quantised.settings_of(layer).text,
+)  # fmt: skip
 
 KINDS: dict[str, LayerKind] = {
     "DynamicLayer": _DYNAMIC,
@@ -376,6 +392,9 @@ KINDS: dict[str, LayerKind] = {
     ),
     "LinearAttentionAndFullAttentionLayer": _beside(_DYNAMIC),
     "LinearAttentionAndSlidingWindowAttentionLayer": _beside(_WINDOW),
+    "QuantoQuantizedLayer": _QUANTISED,
+    "HQQQuantizedLayer": _QUANTISED,
+    "Fp8QuantizedLayer": _QUANTISED,
     "DummyLayer": LayerKind(lambda _: (), lambda *_: None, _no_rows, lambda *_: None),
     "MiniMaxM3VLSparseCacheLayer": with_index(_DYNAMIC),
     **COMPRESSED,

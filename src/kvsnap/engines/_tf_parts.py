@@ -18,7 +18,8 @@ class Part:
     """One tensor of a layer: its role, its axes and the size of each, how it grows, what was done to its rows.
 
     `sizes` has 0 for the axis `row`, and None where only a pass of the model tells the size. `dtype` is "" for the
-    dtype of the cache; a state may have one of its own, which the pass tells too.
+    dtype of the cache; a state may have one of its own, which the pass tells too. `name` is that of the tensor in its
+    layer, "" for one made from the role.
 
     `group` is set where positions are taken together in groups of so many, from the first one on: nothing can be taken
     out from between them. What is replaced and counts holds the positions behind the last whole group (`held` "rest"),
@@ -36,6 +37,7 @@ class Part:
     pairing: Pairing = ""
     group: int = 0
     held: Literal["", "rest", "last"] = ""
+    name: str = ""
 
     @property
     def row_axis(self) -> int:
@@ -103,7 +105,7 @@ class Geometry:
     """What one layer of a model keeps, and in which order; `kind` is that of `Layer`.
 
     `open`: the layer keeps states as well, or only states, that a pass of the model tells. `shares` is the layer whose
-    tensors this one uses.
+    tensors this one uses. `quantisation` is that of `Layer`.
     """
 
     kind: str
@@ -111,6 +113,7 @@ class Geometry:
     parts: tuple[Part, ...] = ()
     open: bool = False
     shares: int | None = None
+    quantisation: str = ""
 
     @property
     def is_known(self) -> bool:
@@ -118,6 +121,7 @@ class Geometry:
 
     def specs(self, layer: int, first: int, dtype: str) -> tuple[TensorSpec, ...]:
         """Return the specs of layer number `layer`, with ids from `first` on. The sizes must be known."""
+        names = named(part.name or part.role for part in self.parts)
         return tuple(
             TensorSpec(
                 id=first + place, name=f"layers.{layer}.{name}", layer=layer, role=part.role, dtype=part.dtype or dtype,
@@ -125,7 +129,7 @@ class Geometry:
                 row_axis=part.row_axis, tokens_per_row=part.tokens_per_row, window=part.window, rope=part.rope,
                 pairing=part.pairing,
             )
-            for place, (name, part) in enumerate(zip(named(p.role for p in self.parts), self.parts, strict=True))
+            for place, (name, part) in enumerate(zip(names, self.parts, strict=True))
         )  # fmt: skip
 
 

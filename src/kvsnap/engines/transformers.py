@@ -199,7 +199,8 @@ class TransformersEngine(LiveState):
         self._stamp = weights_stamp(self.model)
         given_up = snapshot.n_rows - line.n_rows
         notes = ["no logits are stored, so the last row is evaluated again"] if given_up else []
-        others = sorted({t.spec.dtype for t in snapshot.tensors() if t.spec.grows and t.spec.dtype != dtype})
+        rows = [t.spec for t in snapshot.tensors() if t.spec.grows and t.role != "code"]
+        others = sorted({spec.dtype for spec in rows} - {dtype})
         if others and line.n_rows:
             notes.append(f"rows were converted from {', '.join(others)} to {dtype}")
         return Installed(line.n_rows, given_up, tuple(notes))

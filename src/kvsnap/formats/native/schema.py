@@ -61,6 +61,7 @@ class LayerShape:
     num_query_heads: int
     shares: int | None
     tensors: tuple[int, ...]
+    quantisation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Geometry:
                 kind=shape.kind,
                 num_query_heads=shape.num_query_heads,
                 shares=shape.shares,
+                quantisation=shape.quantisation,
                 tensors=tuple(tensors[t] for t in shape.tensors if t in tensors),
             )
             for i, shape in enumerate(self.layers)
@@ -100,7 +102,7 @@ def geometry_of(snapshot: Snapshot) -> Geometry:
                 f"layer {place} is of an unknown kind", expected=f"one of {' '.join(LAYER_KINDS)}", found=layer.kind
             )
         ids = tuple(t.spec.id for t in layer.tensors)
-        layers.append(LayerShape(layer.kind, layer.num_query_heads, layer.shares, ids))
+        layers.append(LayerShape(layer.kind, layer.num_query_heads, layer.shares, ids, layer.quantisation))
     shard = None if snapshot.shard is None else snapshot.shard.unproven()
     return Geometry(snapshot.architecture, tuple(tensors), tuple(layers), shard)
 
@@ -117,6 +119,7 @@ def pack_layout(geometry: Geometry) -> bytes:
                 "num_query_heads": layer.num_query_heads,
                 "shares": layer.shares,
                 "tensors": list(layer.tensors),
+                **({"quantisation": layer.quantisation} if layer.quantisation else {}),
             }
             for i, layer in enumerate(geometry.layers)
         ],
@@ -244,7 +247,8 @@ def parse_layout(raw: bytes, path: str | None, offset: int) -> Geometry:
         ids = tuple(row.check_integer("tensors", t, 0, 2**32 - 1) for t in row.items("tensors", MAX_TENSORS))
         if not known.issuperset(ids):
             row.refuse("tensors", "ids of tensors in this LAYOUT", sorted(set(ids) - known)[:4])
-        layers.append(LayerShape(row.text("kind"), row.integer("num_query_heads", 0, 2**20), shares, ids))
+        quantised = row.text("quantisation") if "quantisation" in row.data else ""
+        layers.append(LayerShape(row.text("kind"), row.integer("num_query_heads", 0, 2**20), shares, ids, quantised))
     shard = None if r is outer else _shard(r, tensors)
     return Geometry(outer.text("architecture"), tensors, tuple(layers), shard)
 

@@ -123,7 +123,8 @@ def _layers(file: NativeFile) -> tuple[LayerSummary, ...]:
     out = []
     for index, layer in enumerate(file.geometry.layers):
         tensors = [specs[number] for number in layer.tensors]
-        keys = next((s for s in tensors if s.role in ("k", "latent")), None)
+        roles = ("k", "latent", "residual") if layer.quantisation else ("k", "latent")
+        keys = next((s for s in tensors if s.role in roles), None)
         heads = 0 if keys is None else keys.shape[keys.axes.index("head")] if "head" in keys.axes else 1
         out.append(
             LayerSummary(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,15 +31,17 @@ from kvsnap.identity import Identity, compare
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress
 from kvsnap.records import RECORD_SIZE, FileHeader, Kind, ReadAt, commit_digest, read_record
-from kvsnap.tensors import INPUT_NAMES
+from kvsnap.tensors import INPUT_NAMES, TensorSpec
 
 __all__ = [
     "Turn",
     "check_continues",
     "check_static",
+    "codes_before",
     "merged_geometry",
     "merged_identity",
     "new_text",
+    "requantised",
     "walk",
     "write_turn",
 ]
@@ -180,6 +182,16 @@ def merged_geometry(now: Published, snapshot: Snapshot, path: str) -> schema.Geo
     difference = schema.same_tensors(
         [s for s in old.tensors if s.role != "logits"], [s for s in new.tensors if s.role != "logits"]
     )
+    quantised = [
+        (index, a.quantisation or "none", b.quantisation or "none")
+        for index, (a, b) in enumerate(zip(old.layers, new.layers, strict=False))
+        if a.quantisation != b.quantisation
+    ]
+    if quantised:
+        index, expected, found = quantised[0]
+        raise CompatibilityError(
+            f"layer {index} of the snapshot is quantised otherwise", path=path, expected=expected, found=found
+        )
     if difference or old.layers != new.layers:
         raise CompatibilityError(
             f"the cache of the snapshot is shaped otherwise: {difference or 'other layers'}", path=path
@@ -207,6 +219,31 @@ def merged_identity(now: Published, snapshot: Snapshot) -> Identity:
         adapters=new.adapters if old.adapters is not None else None,
         engine=new.engine if old.engine else "",
     )
+
+
+def codes_before(now: Published, snapshot: Snapshot, opened: Callable[[], NativeFile]) -> dict[int, int]:
+    """Return the checksum of the codes of each quantised tensor at the end of the history, by tensor id.
+
+    Empty where nothing is quantised, or where that STATE cannot be read: then nothing is said of it.
+    """
+    if not any(_remade(t.spec) for t in snapshot.tensors()) or now.is_empty:
+        return {}
+    specs = {spec.id: spec for spec in now.geometry.tensors}
+    with closing(opened()) as file, suppress(DamagedError, FormatError):
+        place, offset = file.state_place()
+        parts = place.table_at(offset, Kind.STATE)[0].parts if offset else ()
+        return {p.tensor: p.checksum for p in parts if p.decoded and p.tensor in specs and _remade(specs[p.tensor])}
+    return {}
+
+
+def _remade(spec: TensorSpec) -> bool:
+    return spec.role == "code" and spec.growth == "replaced"
+
+
+def requantised(before: Mapping[int, int], parts: Iterable[Part], snapshot: Snapshot) -> tuple[str, ...]:
+    """Return the names of the tensors whose codes are others than `before`, of those that had any."""
+    names = {t.spec.id: t.name for t in snapshot.tensors()}
+    return tuple(names[p.tensor] for p in parts if p.tensor in before and p.checksum != before[p.tensor])
 
 
 def walk(commit: Commit, offset: int, header: FileHeader, reader: ReadAt) -> Iterator[tuple[Commit, int]]:

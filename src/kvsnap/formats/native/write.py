@@ -84,7 +84,8 @@ class SaveReport:
     `nbytes` counts all bytes written, `tensor_bytes` the decoded size of the tensors in it; `exact` tells whether every
     part decodes to the same bits, else `bound` is the largest absolute error any part admits. `inexact` names the
     tensors that are not exact. `losses` is what the format has no place for: of a snapshot that came from a foreign
-    file also what only that format knows.
+    file also what only that format knows. `requantised` names the codes that are others than at the turn before: rows
+    that were quantised by then were quantised again, together with those behind them.
     """
 
     path: str | None
@@ -99,11 +100,13 @@ class SaveReport:
     commit: int = 1
     file_id: str = ""
     losses: tuple[Loss, ...] = ()
+    requantised: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready data."""
         data: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        data.update(inexact=list(self.inexact), losses=[loss.to_dict() for loss in self.losses])
+        data.update(inexact=list(self.inexact), requantised=list(self.requantised))
+        data["losses"] = [loss.to_dict() for loss in self.losses]
         data["bound"] = self.bound if self.bound != float("inf") else None
         return data
 
