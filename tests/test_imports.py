@@ -15,12 +15,13 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "kvsnap"
 
-MODEL = "layout identity tensors"  # one module in the design, three files
+MODEL = "layout identity reach tensors"  # one module in the design, four files
 TABLE: dict[str, str] = {
     "errors": "",
     "tensors": "errors",
     "identity": "errors tensors",
-    "layout": "errors identity tensors",
+    "reach": "errors tensors",
+    "layout": "errors identity reach tensors",
     "sampling": f"errors {MODEL}",
     "files": "errors",
     "records": "errors files",

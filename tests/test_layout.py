@@ -141,7 +141,12 @@ def test_rows_of_many_tokens_in_a_file() -> None:
     tensors = tuple(Tensor(s, np.arange(4, dtype=np.float32).reshape(1, 2, 2)) for s in (k, v))
     s = replace(snapshot(range(10)), layers=(Layer(index=0, kind="attention", tensors=tensors),))
     assert same(native.loads(native.dumps(s)), s) == []
-    assert [t.n_rows for t in s.truncate(7).tensors()] == [1, 1]
+    for n, n_rows in ((4, 1), (8, 2), (0, 0)):
+        assert [t.n_rows for t in s.truncate(n).tensors()] == [n_rows, n_rows]
+    with pytest.raises(UnsupportedError, match=r"one row for 4 positions.* nearest .* is 4, and above it 8"):
+        s.truncate(7)
+    with pytest.raises(UnsupportedError, match="nearest reachable length is 8, and above it 10"):
+        s.truncate(9)
     with pytest.raises(InputError, match="rows do not fit"):
         native.dumps(
             replace(s, tokens=tuple(range(12)), runs=(Run("prompt", 12),), n_rows=12, positions=(PositionRun(0, 12),))
@@ -191,11 +196,17 @@ def test_what_cannot_be_rewound_says_so(growth: str) -> None:
     k = s.layers[1].tensors[0]
     row_axis = 1 if growth == "window" else -1
     shape = (2, 0, 4) if growth == "window" else (2, 6, 4)
-    other = Tensor(replace(k.spec, growth=growth, row_axis=row_axis, shape=shape), k.array)
+    window = 4 if growth == "window" else 0
+    first = 1 if growth == "window" else 0
+    made = replace(k.spec, growth=growth, row_axis=row_axis, shape=shape, window=window)
+    other = Tensor(made, k.array[:, first:], start=first)
     s = replace(s, layers=(s.layers[0], replace(s.layers[1], tensors=(other, s.layers[1].tensors[1]))))
-    with pytest.raises(UnsupportedError, match=rf"layer 1: layer1\.k \({growth}\) .* nearest reachable row is 6"):
+    above = 4 if growth == "window" else 6
+    expected = rf"layer 1: layer1\.k \({growth}.*\) .* nearest reachable length is 0, and above it {above}"
+    with pytest.raises(UnsupportedError, match=expected):
         s.truncate(3)
     assert s.truncate(6) is s
+    assert s.truncate(0).n_rows == 0
 
 
 def test_static_tensors_stay_whole() -> None:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.errors import InputError
 from kvsnap.identity import Identity
+from kvsnap.reach import Ends, Reach, Stop
 from kvsnap.tensors import DTYPES, ROLES, Layer, Source, Tensor, TensorSpec, dtype_name, numpy_dtype
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ __all__ = [
     "Layer",
     "PositionRun",
     "RandomState",
+    "Reach",
     "Run",
     "Sampler",
     "SamplerState",
@@ -141,8 +143,8 @@ class SamplerState:
 class Head:
     """Keys and values of one head, post-RoPE in the model's own order.
 
-    `k` and `v` are float32 `[seq, dim]`, `positions` int64 `[seq]`. A latent layer answers as one head: `k` the latent
-    rows, `v` the rope rows, as stored.
+    `k` and `v` are float32 `[seq, dim]`, `positions` int64 `[seq]`; of a row that stands for several positions the
+    first one. A latent layer answers as one head: `k` the latent rows, `v` the rope rows, as stored.
     """
 
     k: npt.NDArray[np.float32]
@@ -221,7 +223,8 @@ class Snapshot:
     def seq_len(self) -> int:
         """Rows held by the first attention layer (fewer than `n_rows` in a window or a partial capture)."""
         layer = self._first_attention()
-        return self.n_rows if layer is None else layer.tensors[0].n_rows
+        keys = None if layer is None else layer.tensor("k") or layer.tensor("latent")
+        return self.n_rows if keys is None else keys.n_rows
 
     @property
     def nbytes(self) -> int:
@@ -264,33 +267,49 @@ class Snapshot:
         values = entry.tensor_of_head("v", head) or entry.tensor_of_head("rope", head)
         if keys is None or values is None or not keys[0].spec.shape[-1]:
             return None
-        positions = self.row_positions(keys[0].start, keys[0].start + keys[0].n_rows)
+        first, per_row = keys[0].start, keys[0].spec.tokens_per_row
+        positions = self.row_positions(first * per_row, (first + keys[0].n_rows) * per_row)[::per_row]
         return Head(_head_rows(*keys), _head_rows(*values), positions)
+
+    def _ends(self) -> Ends:
+        tensors = {t.spec.id: t for t in self.tensors()}
+        return Ends(
+            [t.spec for t in tensors.values()],
+            (Stop(len(self.tokens), self.n_rows, state=True),),
+            lambda _, spec: (tensors[spec.id].start, tensors[spec.id].start + tensors[spec.id].n_rows),
+            unstored=self.n_rows + self.n_pending - len(self.tokens), first_row=self.row_start, rows_alone=True,
+        )  # fmt: skip
+
+    def reach(self, n_tokens: int) -> Reach:
+        """Return what `truncate` to `n_tokens` tokens would keep, or to the nearest length below that can be reached.
+
+        No tensor is read. Raise `InputError` outside 0..len(tokens).
+        """
+        self._check_length(n_tokens)
+        return self._ends().reach(n_tokens, lambda n: not n or self.bound == 0)
+
+    def _check_length(self, n_tokens: int) -> None:
+        if not 0 <= n_tokens <= len(self.tokens):
+            raise InputError("cannot truncate to this length", expected=f"0 to {len(self.tokens)}", found=n_tokens)
 
     def truncate(self, n_tokens: int) -> Snapshot:
         """Return the first `n_tokens` tokens as a snapshot of its own (views, nothing is copied).
 
-        Logits are kept only when nothing is cut. Raise `InputError` outside 0..len(tokens), `UnsupportedError` naming
-        the first layer that cannot be rewound there.
+        Logits are kept only when no row is cut. 0 leaves a snapshot without rows and without what is replaced. Raise
+        `InputError` outside 0..len(tokens), and before the rows of a partial capture; `UnsupportedError` that says
+        which layers cannot be cut there, and names the nearest lengths below and above that can be reached.
         """
-        if not 0 <= n_tokens <= len(self.tokens):
-            raise InputError("cannot truncate to this length", expected=f"0 to {len(self.tokens)}", found=n_tokens)
+        self._check_length(n_tokens)
         if n_tokens == len(self.tokens):
             return self
-        unstored = self.n_rows + self.n_pending - len(self.tokens)
-        n_rows = min(self.n_rows, n_tokens + unstored)
-        if n_rows < self.row_start:
+        ends = self._ends()
+        n_rows = ends.rows_at(n_tokens)
+        if n_tokens and n_rows < self.row_start:
             raise InputError(
                 "a partial capture does not hold these rows", expected=f"{self.row_start} or above", found=n_rows
             )
-        layers = tuple(
-            replace(
-                layer,
-                tensors=tuple(_cut(t, n_rows, self.n_rows) for t in layer.tensors),
-                by_head=tuple(_cut(t, n_rows, self.n_rows) for t in layer.by_head),
-            )
-            for layer in self.layers
-        )
+        ends.check(n_tokens)
+        layers = self.layers if n_rows == self.n_rows else tuple(_cut_layer(layer, n_rows) for layer in self.layers)
         positions = cut_positions(self.positions, n_rows)
         cut_rows = n_rows != self.n_rows
         return replace(
@@ -299,7 +318,8 @@ class Snapshot:
             tokens=self.tokens[:n_tokens],
             runs=cut_runs(self.runs, n_tokens),
             n_rows=n_rows,
-            n_pending=n_tokens + unstored - n_rows,
+            row_start=min(self.row_start, n_rows),
+            n_pending=n_tokens + ends.unstored - n_rows if n_tokens else 0,
             token_offset=(positions[-1].start + positions[-1].count if positions else n_rows)
             if cut_rows
             else self.token_offset,
@@ -331,16 +351,22 @@ def _head_rows(tensor: Tensor, head: int) -> npt.NDArray[np.float32]:
     return np.array(values, dtype=np.float32, order="C")
 
 
-def _cut(tensor: Tensor, n_rows: int, of_rows: int) -> Tensor:
-    spec = tensor.spec
-    if n_rows == of_rows or spec.growth == "static":
-        return tensor
-    if spec.growth == "grow":
-        return tensor.rows(tensor.start, max(tensor.start, n_rows // spec.tokens_per_row))
-    raise UnsupportedError(
-        f"layer {spec.layer}: {spec.name} ({spec.growth}) cannot be rewound to row {n_rows}; "
-        f"the nearest reachable row is {of_rows}"
+def _cut_layer(layer: Layer, n_rows: int) -> Layer:
+    """Return a layer with fewer rows; what is replaced is not there any more, static tensors stay."""
+    kept = (t for t in layer.tensors if t.spec.growth != "replaced")
+    return replace(
+        layer, tensors=tuple(_cut(t, n_rows) for t in kept), by_head=tuple(_cut(t, n_rows) for t in layer.by_head)
     )
+
+
+def _cut(tensor: Tensor, n_rows: int) -> Tensor:
+    spec = tensor.spec
+    if not spec.grows:
+        return tensor
+    stop = n_rows // spec.tokens_per_row
+    if stop < tensor.start:  # a window of 1 needs no rows, and nothing holds those of the empty history
+        return Tensor(spec, np.zeros(spec.shape, dtype=numpy_dtype(spec.dtype)), start=stop)
+    return tensor.rows(tensor.start, min(stop, tensor.start + tensor.n_rows))
 
 
 def cut_runs(runs: Sequence[Run], n_tokens: int) -> tuple[Run, ...]:

@@ -10,9 +10,9 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from kvsnap import codecs
 from kvsnap.errors import ConflictError, InputError
@@ -21,7 +21,7 @@ from kvsnap.formats.native.base import Base
 from kvsnap.formats.native.copy import CompactReport, CopyReport, check_alone, copy_session, replace_compacted
 from kvsnap.formats.native.fork import at_commit
 from kvsnap.formats.native.journal import Journal, Published, empty_file
-from kvsnap.formats.native.live import cut_live
+from kvsnap.formats.native.live import check_whole, cut_live, ends_of, reach_of
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.schema import Geometry
 from kvsnap.formats.native.tables import (
@@ -29,12 +29,21 @@ from kvsnap.formats.native.tables import (
     Entry,
     Operation,
 )
-from kvsnap.formats.native.turns import check_continues, merged_geometry, merged_identity, walk, write_turn
+from kvsnap.formats.native.turns import (
+    Turn,
+    check_continues,
+    merged_geometry,
+    merged_identity,
+    new_text,
+    walk,
+    write_turn,
+)
 from kvsnap.formats.native.vault import refuse_encrypted
 from kvsnap.formats.native.write import SaveReport, check_counts, report_of
 from kvsnap.identity import Identity
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress
+from kvsnap.reach import Reach
 from kvsnap.records import read_header
 
 if TYPE_CHECKING:
@@ -45,23 +54,6 @@ __all__ = ["Session", "Turn"]
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="Session")
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One commit of a session: what it did, whether the turn was complete, and the counts after it."""
-
-    commit: int
-    operation: str
-    complete: bool
-    n_tokens: int
-    n_rows: int
-    time_ns: int
-    offset: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 class _Counts:
@@ -104,6 +96,44 @@ class _Counts:
     def _file(self) -> NativeFile:
         footer = self._now.footer
         return NativeFile(self._reader(), mapped=False, at=(footer.commit_offset, footer.digest))
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All ids of the history. The first use reads the tables of the spans, not the tensors.
+
+        Raise `ConflictError` when another file took the place of the one that was opened: `load` goes on with that.
+        """
+        return self._history()[0]
+
+    def _history(self) -> tuple[tuple[int, ...], str | None]:
+        with self._turns:  # else what was read before a change could be kept behind it
+            self._settle(ended=False)
+            if self._tokens is None:
+                with closing(self._file()) as file:
+                    snapshot = file.snapshot()
+                self._tokens, self._text = snapshot.tokens, snapshot.text
+            return self._tokens, self._text
+
+    def reach(self, n_tokens: int) -> Reach:
+        """Return what `truncate` to `n_tokens` tokens would keep, or to the nearest length below that can be reached.
+
+        Reads tables, not the tensors. Raise `InputError` outside 0..n_tokens, else as `tokens`.
+        """
+        with self._turns:
+            self._settle(ended=False)
+            self._check_length(n_tokens)
+            with closing(self._file()) as file:
+                return reach_of(file, n_tokens)
+
+    def _check_length(self, n_tokens: int) -> None:
+        if not 0 <= n_tokens <= self.n_tokens:
+            raise InputError(
+                "cannot truncate to this length", path=self.path, expected=f"0 to {self.n_tokens}", found=n_tokens
+            )
+
+    def _nearest(self, n_tokens: int) -> int:
+        with closing(self._file()) as file:
+            return ends_of(file).below(n_tokens)
 
     def check_open_to_turns(self) -> None:
         """Raise what `append` would raise whatever it is given: worth a look before a turn is generated.
@@ -230,14 +260,6 @@ class Session(_Counts):
 
     # -- what is there ------------------------------------------------------------------------------------
 
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """All ids of the history. The first use reads the tables of the spans, not the tensors.
-
-        Raise `ConflictError` when another file took the place of the one that was opened: `load` goes on with that.
-        """
-        return self._history()[0]
-
     def load(self) -> Snapshot:
         """Return the state at the last commit; tensors are read, and checked, when they are first used.
 
@@ -255,15 +277,6 @@ class Session(_Counts):
             self._journal = Journal(self.path, None, file)
             self._tokens = self._text = None
         return file.snapshot()
-
-    def _history(self) -> tuple[tuple[int, ...], str | None]:
-        with self._turns:  # else what was read before a change could be kept behind it
-            self._settle(ended=False)
-            if self._tokens is None:
-                with closing(self._file()) as file:
-                    snapshot = file.snapshot()
-                self._tokens, self._text = snapshot.tokens, snapshot.text
-            return self._tokens, self._text
 
     # -- changing it --------------------------------------------------------------------------------------
 
@@ -300,21 +313,20 @@ class Session(_Counts):
         )
 
     @changes
-    def truncate(self, n_tokens: int) -> int:
+    def truncate(self, n_tokens: int, *, nearest: bool = False) -> int:
         """Go back to the first `n_tokens` tokens, as a commit of its own; return the number of tokens left.
 
-        Logits, sampler and random state come back when the cut is where a turn ended. Nothing is deleted from the
-        file. Raise `InputError` outside 0..n_tokens, `UnsupportedError` naming the nearest reachable turn when a layer
-        cannot be rewound.
+        With `nearest` it may be fewer: the nearest length that can be reached. Logits, sampler and random state come
+        back when the cut is where a turn ended. Nothing is deleted from the file. Raise `InputError` outside
+        0..n_tokens, `UnsupportedError` that says which layers cannot be cut there, and names the nearest lengths below
+        and above that can be reached.
         """
         self._journal.check_writable()  # also where nothing is to be written: behind a failed sync, no retry succeeds
         now = self._now
-        if not 0 <= n_tokens <= now.commit.n_tokens:
-            raise InputError(
-                "cannot truncate to this length", path=self.path, expected=f"0 to {now.commit.n_tokens}", found=n_tokens
-            )
+        self._check_length(n_tokens)
         if n_tokens == now.commit.n_tokens:
             return n_tokens
+        n_tokens = self._nearest(n_tokens) if nearest else n_tokens
         if n_tokens == 0:
             self._reset()
             return 0
@@ -349,25 +361,29 @@ class Session(_Counts):
         *,
         n_tokens: int | None = None,
         commit: int | None = None,
+        nearest: bool = False,
         progress: Progress | None = None,
     ) -> CopyReport:
         """Write the history to a new session file of its own, which then goes on independently.
 
         It starts at the last commit or at an earlier one (`commit`: also what was cut off since can be reached so), and
-        keeps all tokens of it or the first `n_tokens`. Parts are copied as they are stored, each checked. In a library
-        `Library.fork` copies nothing. Raise `InputError` when there is a file of this name, `MissingError` for an
-        unknown commit, `DamagedError` when a part that is needed is damaged, `UnsupportedError` as `truncate`.
+        keeps all tokens of it or the first `n_tokens` (with `nearest` as `truncate`). Parts are copied as
+        they are stored, each checked. In a library `Library.fork` copies nothing. Raise `InputError` when there is a
+        file of this name, `MissingError` for an unknown commit, `DamagedError` when a part that is needed is damaged,
+        `UnsupportedError` as `truncate`.
         """
         with self._turns, closing(self._file()) as file:
-            return copy_session(file, path, n_tokens=n_tokens, commit=commit, progress=progress)
+            return copy_session(file, path, n_tokens=n_tokens, commit=commit, nearest=nearest, progress=progress)
 
     @changes
-    def compact(self, *, progress: Progress | None = None) -> CompactReport:
+    def compact(self, *, states: int | None = None, progress: Progress | None = None) -> CompactReport:
         """Write the file anew without what the history no longer needs, and put it in the place of the old one.
 
         Turns that were cut off are gone afterwards, with their tokens and text, and with them the commits before: they
-        can't be reached any more. Parts are copied as they are stored; the file id is a new one. Raise `DamagedError`
-        naming what is damaged (then `kvsnap.repair` is the way), `StorageError` (no room for both): nothing changed.
+        can't be reached any more. With `states` only the last so many turns keep their states (recurrent states,
+        logits, sampler): a history that needs one can't go back to the end of an earlier turn then. Parts are copied as
+        they are stored; the file id is a new one. Raise `InputError` for `states` below 1, `DamagedError` naming what
+        is damaged (then `kvsnap.repair` is the way), `StorageError` (no room for both): nothing changed.
         Only if the last step fails, the sync of the directory, does the session go on with the new file.
         """
         self._journal.check_unchanged()
@@ -375,7 +391,7 @@ class Session(_Counts):
         with closing(self._file()) as file:
             check_alone(file)
             try:
-                return replace_compacted(file, self.path, progress, self._prepare)
+                return replace_compacted(file, self.path, progress, self._prepare, states)
             finally:
                 self._settle()
 
@@ -387,10 +403,12 @@ class Session(_Counts):
         """Go to the state after an earlier commit, as a commit of its own; return the number of tokens then.
 
         So a truncate or a reset is undone, for as long as the file was not compacted. Raise `MissingError` for a commit
-        that the session does not have, `DamagedError` when the way there or its state is damaged.
+        that the session does not have, `UnsupportedError` where its state was left out when the file was compacted,
+        `DamagedError` when the way there or its state is damaged.
         """
         self._journal.check_writable()
         with closing(self._file()) as file, closing(at_commit(file, commit)) as then:
+            check_whole(then)
             then.state()  # what is damaged must not become the current state
             base, entries, geometry, identity = then.base, then.entries, then.geometry, then.identity
             made = replace(then.commit, operation=Operation.REWIND)
@@ -429,14 +447,3 @@ class Session(_Counts):
 
     def _new_text(self, snapshot: Snapshot) -> tuple[int | None, str] | None:
         return None if snapshot.text is None else new_text(self._history()[1] if self.n_tokens else "", snapshot.text)
-
-
-def new_text(before: str | None, text: str) -> tuple[int | None, str]:
-    """Return what is new of a text, and how many characters of the one before it follows (None: all)."""
-    if before is None:
-        return 0, text
-    if text.startswith(before):
-        return None, text[len(before) :]
-    # The last character may have been half of one before: its missing bytes change it.
-    kept = len(os.path.commonprefix([before, text]))  # noqa: RUF071 # characters are meant
-    return kept, text[kept:]

@@ -113,15 +113,19 @@ class _Counting(click.Command):
 @click.option(
     "-o", "--output", metavar="NEW", callback=no_name, help="Write a sealed snapshot of the first N tokens instead."
 )
+@click.option("--nearest", is_flag=True, help="Keep fewer than N where a layer cannot be cut there.")
 @click.option("--overwrite", is_flag=True, help="Let -o replace a snapshot that is there already.")
 @library_option
 @key_options(writes=True)
 @json_option
 @examples(
     "kvsnap truncate chat.kvsnap 1200",
+    "kvsnap truncate hybrid.kvsnap 1200 --nearest    # at most 1200: where its layers can be cut",
     "kvsnap truncate sealed.kvsnap 1200 -o shorter.kvsnap",
 )
-def truncate(file: str, n_tokens: int, output: str | None, overwrite: bool, keys: Keys, as_json: bool) -> None:
+def truncate(
+    file: str, n_tokens: int, output: str | None, nearest: bool, overwrite: bool, keys: Keys, as_json: bool
+) -> None:
     """Go back to the first N tokens of a session.
 
     The cut is one more commit: the turns behind it stay in the file and in `kvsnap log`, and `kvsnap rewind` or
@@ -136,16 +140,17 @@ def truncate(file: str, n_tokens: int, output: str | None, overwrite: bool, keys
         check_target(output, overwrite=overwrite, option="-o")
         snapshot = kvsnap.load(file, key=keys.of(file))
         before = len(snapshot.tokens)
-        report = kvsnap.save(snapshot.truncate(n_tokens), output, **keys.saving())
+        left = snapshot.reach(n_tokens).n_tokens if nearest else n_tokens
+        report = kvsnap.save(snapshot.truncate(left), output, **keys.saving())
         for loss in report.losses:
             remark(f"lost: {loss.what}: {loss.detail}")
-        _say_cut(output, before, n_tokens, report.nbytes, as_json=as_json)
+        _say_cut(output, before, left, report.nbytes, as_json=as_json)
         return
     _refuse_sealed(file, f"write its first tokens with: kvsnap truncate {file} {n_tokens} -o NEW")
     keys.refuse(file)
     with opened_session(file, create=False) as session:
         before, length = session.n_tokens, session.nbytes
-        left = session.truncate(n_tokens)
+        left = session.truncate(n_tokens, nearest=nearest)
         _say_cut(shown(file), before, left, session.nbytes - length, as_json=as_json)
 
 

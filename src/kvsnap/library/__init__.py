@@ -21,7 +21,7 @@ from kvsnap.library import evicting, making, searching
 from kvsnap.library.catalogue import CatalogueLost
 from kvsnap.library.contents import Facts
 from kvsnap.library.names import check_free, check_name
-from kvsnap.library.place import Pointer, Settings
+from kvsnap.library.place import Place, Pointer, Settings
 from kvsnap.library.reports import Branch, CollectReport, Doctor, Entry, Evicted, Finding, Found, PruneReport
 from kvsnap.library.session import LibrarySession
 from kvsnap.library.shelf import Shelf
@@ -90,7 +90,7 @@ class Library(Shelf):
         if readonly or self.readonly:
             if not readonly:
                 raise InputError("the library was opened for reading only", path=self.path)
-            session = self._opened(self._known(self._names(), name).file_id, readonly=True)
+            session = _opened(self._place, self._known(self._names(), name).file_id, readonly=True)
         else:
             with self._place.locked():
                 view = self._names()
@@ -100,23 +100,19 @@ class Library(Shelf):
                     self._place.write_pointer(name, Pointer(file_id))
                 else:
                     file_id = self._known(view, name).file_id
-                session = self._opened(file_id, readonly=False)
+                session = _opened(self._place, file_id, readonly=False)
         session.keep(self, name)
         self._touch(session.file_id)
         return session
 
-    def _opened(self, file_id: str, *, readonly: bool) -> LibrarySession:
-        path = self._place.session(file_id)
-        if os.path.islink(path):
-            raise InputError("a symbolic link inside the library is not followed", path=path)
-        return cast("LibrarySession", LibrarySession.open(path, create=False, readonly=readonly))
-
-    def fork(self, name: str, new: str, *, n_tokens: int | None = None, commit: int | None = None) -> Entry:
+    def fork(
+        self, name: str, new: str, *, n_tokens: int | None = None, commit: int | None = None, nearest: bool = False
+    ) -> Entry:
         """Make a session `new` whose history starts in that of `name`; nothing is copied. Return its entry.
 
-        It starts at the last commit or an earlier one (`commit`), and keeps all tokens of it or the first `n_tokens`.
-        Raise `InputError` for a name that is taken or a length that is none, `MissingError` for an unknown session or
-        commit, `UnsupportedError` where a layer cannot be cut there, naming the nearest length.
+        It starts at the last commit or an earlier one (`commit`), and keeps all tokens of it or the first `n_tokens`,
+        with `nearest` as many below as can be reached. Raise `InputError` for a name that is taken or a length that is
+        none, `MissingError` for an unknown session or commit, `UnsupportedError` as `Session.truncate`.
         """
         check_name(name)
         check_name(new)
@@ -124,7 +120,8 @@ class Library(Shelf):
             view = self._names()
             file_id = self._known(view, name).file_id
             _check_free(new, view)
-            return self._made(new, making.fork_session(self._place, file_id, n_tokens=n_tokens, commit=commit))
+            made = making.fork_session(self._place, file_id, n_tokens=n_tokens, commit=commit, nearest=nearest)
+            return self._made(new, made)
 
     def add(
         self, path: str | os.PathLike[str], name: str, *, allow_loss: bool = False, progress: Progress | None = None
@@ -155,14 +152,14 @@ class Library(Shelf):
         check_name(name)
         _check_free(name, self._names())
 
-    def compact(self, name: str, *, progress: Progress | None = None) -> CompactReport:
+    def compact(self, name: str, *, states: int | None = None, progress: Progress | None = None) -> CompactReport:
         """Write a session anew without what its history no longer needs; it gets a new file, and keeps its names.
 
         The old file stays for as long as a fork needs it. A fork becomes a session of its own. Raise as
         `Session.compact`, and `BusyError` when it is open for writing.
         """
         with self.open(name, create=False) as session:
-            return session.compact(progress=progress)
+            return session.compact(states=states, progress=progress)
 
     # -- what sessions ask for ----------------------------------------------------------------------------
 
@@ -176,11 +173,13 @@ class Library(Shelf):
         with suppress(KvsnapError):
             self._enforce(identity, keep=file_id)
 
-    def replaced(self, session: LibrarySession, file: NativeFile, progress: Progress | None) -> CompactReport:
+    def replaced(
+        self, session: LibrarySession, file: NativeFile, progress: Progress | None, states: int | None
+    ) -> CompactReport:
         """Put a compacted file in the place of that of a session of this library, which goes on there."""
         file_id = session.file_id
         with (
-            making.compacted_session(self._place, file, progress) as (report, name_it),
+            making.compacted_session(self._place, file, progress, states) as (report, name_it),
             self._place.locked(),
         ):
             view = self._names()
@@ -309,3 +308,10 @@ def _checked_limit(max_bytes: int) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or given < 0:
         raise InputError("a limit is a number of bytes", expected="0 or more", found=repr(max_bytes))
     return max_bytes
+
+
+def _opened(place: Place, file_id: str, *, readonly: bool) -> LibrarySession:
+    path = place.session(file_id)
+    if os.path.islink(path):
+        raise InputError("a symbolic link inside the library is not followed", path=path)
+    return cast("LibrarySession", LibrarySession.open(path, create=False, readonly=readonly))

@@ -17,6 +17,7 @@ from kvsnap.files import Reader
 from kvsnap.formats import native
 from kvsnap.formats.native import NativeFile
 from kvsnap.identity import Identity
+from kvsnap.reach import needs_state
 from kvsnap.tensors import TensorSpec
 
 __all__ = [
@@ -53,9 +54,9 @@ UNKNOWN = "unknown"
 class Facts:
     """What one file holds. `state` is one of the words above; the rest is 0 or empty where the file cannot be read.
 
-    `turns` is int64 `[turns, 2]`: ids and rows at the end of each entry of the live list. `rewindable` tells whether
-    every layer can be cut between the ends of turns. `parent` is the file id of the parent of a fork, else empty.
-    `dropped` counts the bytes behind the last published commit; the catalogue does not keep it.
+    `turns` is int64 `[turns, 2]`: ids and rows at the end of each entry of the live list that can be reached.
+    `rewindable` tells whether every layer can be cut between the ends of turns. `parent` is the file id of the parent
+    of a fork, else empty. `dropped` counts the bytes behind the last published commit; the catalogue does not keep it.
     """
 
     state: str = OK
@@ -143,18 +144,28 @@ def facts_of(file: NativeFile) -> Facts:
     commit = file.commit
     ids: list[npt.NDArray[np.int32]] = []
     turns: list[tuple[int, int]] = []
+    tokens = rows = 0
+    stateful = needs_state(file.geometry.tensors)
     for span in file.spans():
         ids.append(span.table.tokens[: span.entry.n_tokens])
-        turns.append((span.entry.n_tokens, span.entry.n_rows))
+        tokens, rows = tokens + span.entry.n_tokens, rows + span.entry.n_rows
+        if span.entry.state or not stateful:
+            turns.append((tokens, rows))
     return Facts(
         n_tokens=commit.n_tokens, n_rows=commit.n_rows, n_pending=commit.n_pending, n_commits=min(commit.number, _MOST),
         complete=commit.complete, created_ns=file.header.created_ns, identity=pack_identity(file.identity),
         parent=file.base.parent.hex() if file.base else "", rewindable=is_rewindable(file.geometry.tensors),
-        turns=np.cumsum(np.array(turns, np.int64).reshape(-1, 2), axis=0),
+        turns=np.array(turns, np.int64).reshape(-1, 2),
         tokens=np.concatenate(ids).astype(np.int32) if ids else np.zeros(0, np.int32), dropped=file.end.dropped,
     )  # fmt: skip
 
 
 def is_rewindable(specs: Iterable[TensorSpec]) -> bool:
-    """Tell whether a history can be cut between the ends of turns: no layer keeps a state that is replaced or moves."""
-    return all(spec.role == "logits" or spec.growth in ("grow", "static") for spec in specs)
+    """Tell whether a history can be cut anywhere: no window, no groups of positions, nothing that is replaced.
+
+    Where it cannot, more than the ends of turns may be reached all the same; a search counts on these only.
+    """
+    return all(
+        spec.role == "logits" or spec.growth == "static" or (spec.growth == "grow" and spec.tokens_per_row == 1)
+        for spec in specs
+    )

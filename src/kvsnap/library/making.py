@@ -36,17 +36,17 @@ def empty_session(place: Place) -> str:
     return file_id
 
 
-def fork_session(place: Place, file_id: str, *, n_tokens: int | None, commit: int | None) -> str:
+def fork_session(place: Place, file_id: str, *, n_tokens: int | None, commit: int | None, nearest: bool) -> str:
     """Make a fork of a session; return its file id. Nothing is copied, but where 64 forks stand in a row already."""
     path = place.session(file_id)
     try:
-        return fork_file(path, n_tokens=n_tokens, commit=commit).file_id
+        return fork_file(path, n_tokens=n_tokens, commit=commit, nearest=nearest).file_id
     except UnsupportedError:
         with closing(NativeFile.open(path, mapped=False)) as file:
             if file.base is None or file.base.depth < MAX_DEPTH:
                 raise
             with _unnamed(place) as temporary:
-                made = copy_session(file, temporary, n_tokens=n_tokens, commit=commit).file_id
+                made = copy_session(file, temporary, n_tokens=n_tokens, commit=commit, nearest=nearest).file_id
                 _name(place, temporary, made)
                 return made
 
@@ -84,7 +84,7 @@ def added_file(place: Place, path: str, progress: Progress | None, *, allow_loss
 
 @contextmanager
 def compacted_session(
-    place: Place, file: NativeFile, progress: Progress | None
+    place: Place, file: NativeFile, progress: Progress | None, states: int | None
 ) -> Iterator[tuple[CompactReport, Callable[[], str]]]:
     """Write the live history of an open session as a new file, which is not yet a part of the library.
 
@@ -92,7 +92,7 @@ def compacted_session(
     """
     with _unnamed(place) as temporary:
         with replacing(temporary, new=True) as writer:
-            history, header, footer = write_compacted(file, writer, progress)
+            history, header, footer = write_compacted(file, writer, progress, states)
         file_id = header.file_id.hex()
         report = compact_report(file, place.session(file_id), history, header, footer)
         yield report, lambda: _name(place, temporary, file_id)

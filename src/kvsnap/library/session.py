@@ -30,13 +30,17 @@ class Keeper(Protocol):
     def committed(self, file_id: str, identity: Identity, facts: Facts) -> None:
         """A commit was published in this file, which holds this now."""
 
-    def fork(self, name: str, new: str, *, n_tokens: int | None = None, commit: int | None = None) -> Entry:
+    def fork(
+        self, name: str, new: str, *, n_tokens: int | None = None, commit: int | None = None, nearest: bool = False
+    ) -> Entry:
         """Make a fork of a named session."""
 
     def name_of(self, file_id: str) -> str:
         """Return a name that means this file."""
 
-    def replaced(self, session: LibrarySession, file: NativeFile, progress: Progress | None) -> CompactReport:
+    def replaced(
+        self, session: LibrarySession, file: NativeFile, progress: Progress | None, states: int | None
+    ) -> CompactReport:
         """Put a compacted file in the place of that of this session, which goes on there."""
 
 
@@ -70,10 +74,10 @@ class LibrarySession(Session):
             self._committed(snapshot)
         return report
 
-    def truncate(self, n_tokens: int) -> int:
+    def truncate(self, n_tokens: int, *, nearest: bool = False) -> int:
         """Go back as `Session.truncate` does."""
         with self._turns:
-            left = super().truncate(n_tokens)
+            left = super().truncate(n_tokens, nearest=nearest)
             self._committed()
         return left
 
@@ -91,17 +95,17 @@ class LibrarySession(Session):
         return left
 
     def fork(  # type: ignore[override] # in a library a fork has a name and copies nothing
-        self, name: str, *, n_tokens: int | None = None, commit: int | None = None
+        self, name: str, *, n_tokens: int | None = None, commit: int | None = None, nearest: bool = False
     ) -> Entry:
         """Make a session `name` of the library that starts in this one, as `Library.fork` does; nothing is copied.
 
         `Session.fork(session, path)` copies to a file outside.
         """
         keeper = self._kept_by()
-        return keeper.fork(keeper.name_of(self.file_id), name, n_tokens=n_tokens, commit=commit)
+        return keeper.fork(keeper.name_of(self.file_id), name, n_tokens=n_tokens, commit=commit, nearest=nearest)
 
     @changes
-    def compact(self, *, progress: Progress | None = None) -> CompactReport:
+    def compact(self, *, states: int | None = None, progress: Progress | None = None) -> CompactReport:
         """Write the session anew without what its history no longer needs, as `Library.compact` does, and go on there.
 
         The session has another file id and another path afterwards.
@@ -110,7 +114,7 @@ class LibrarySession(Session):
         self._journal.check_unchanged()
         self._journal.check_nothing_lost()
         with closing(self._file()) as file:
-            return keeper.replaced(self, file, progress)
+            return keeper.replaced(self, file, progress, states)
 
     @contextmanager
     def moving(self, path: str) -> Iterator[Callable[[], None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,13 +13,14 @@ from kvsnap.formats.native import schema
 from kvsnap.formats.native.columns import Columns, JoinedSource
 from kvsnap.formats.native.sources import Sizes
 from kvsnap.layout import Snapshot, Tensor, cut_positions, cut_runs, join_positions, join_runs
+from kvsnap.records import Kind
 from kvsnap.tensors import Source, TensorSpec, numpy_dtype
 
 if TYPE_CHECKING:
-    from kvsnap.formats.native.read import NativeFile
+    from kvsnap.formats.native.read import NativeFile, Span
     from kvsnap.layout import PositionRun, Run
 
-__all__ = ["joined_text", "snapshot_of"]
+__all__ = ["bound_of", "joined_text", "snapshot_of"]
 
 
 def snapshot_of(file: NativeFile) -> Snapshot:
@@ -66,6 +68,25 @@ def snapshot_of(file: NativeFile) -> Snapshot:
     )
 
 
+def bound_of(file: NativeFile, spans: Iterable[Span]) -> float:
+    """Return the largest error that storing may have put into a value of these spans of a file, from their tables.
+
+    They are its live list, which may be cut. 0: everything is what the engine held. Raise as `snapshot_of`.
+    """
+    columns, last = Columns(Sizes(file.geometry.tensors, replaced=False)), None
+    for span in spans:
+        columns.add(span.entry, span.table, span.payload, span.file.content, mapped=False)
+        last = span
+    specs = {spec.id: spec for spec in file.geometry.tensors}
+    bounds = [
+        columns.column(specs[n]).bound if specs[n].grows else columns.last(n).source.part.bound for n in columns.tensors
+    ]
+    if last is not None and last.entry.state:
+        table, _, _ = last.file.table_at(last.entry.state, Kind.STATE)
+        bounds += [part.bound for part in table.parts]
+    return max(bounds, default=0.0)
+
+
 def _empty(file: NativeFile, spec: TensorSpec) -> Tensor:
     expected = file.commit.n_rows // spec.tokens_per_row
     if spec.growth == "grow" and expected:
@@ -73,7 +94,11 @@ def _empty(file: NativeFile, spec: TensorSpec) -> Tensor:
             f"{spec.name}: rows are missing", path=file.path, offset=file.end.footer.commit_offset,
             expected=f"0 to {expected}", found="no part",
         )  # fmt: skip
-    return Tensor(spec, np.zeros(spec.shape, dtype=numpy_dtype(spec.dtype)))
+    return _nothing(spec, expected)
+
+
+def _nothing(spec: TensorSpec, start: int) -> Tensor:
+    return Tensor(spec, np.zeros(spec.shape, dtype=numpy_dtype(spec.dtype)), start=start)
 
 
 def _tensor(file: NativeFile, spec: TensorSpec, columns: Columns) -> Tensor:
@@ -90,6 +115,8 @@ def _tensor(file: NativeFile, spec: TensorSpec, columns: Columns) -> Tensor:
             offset=columns.slice(int(column.spans[0]), spec.id).source.offset,
             expected=f"0 to {expected}", found=f"{start} to {stop}",
         )  # fmt: skip
+    if stop != expected:  # a window of which nothing is held behind a gap at the end
+        return _nothing(spec, expected)
     source: Source = JoinedSource(spec, columns, column)
     if len(column.spans) == 1 and column.whole:
         source = columns.slice(int(column.spans[0]), spec.id).source

@@ -132,6 +132,7 @@ class Columns:
                 expected=f"within [{first[bad]}, {last[bad]})",
             )  # fmt: skip
         kept = np.clip(live - begin, 0, rows)
+        begin = np.minimum(begin, live)  # of a part of which nothing is kept
         gaps = np.flatnonzero(begin[1:] != begin[:-1] + kept[:-1]) + 1
         if len(gaps) and spec.growth != "window":
             source = self.slice(int(spans[gaps[0]]), number).source
@@ -142,7 +143,7 @@ class Columns:
             )  # fmt: skip
         # Rows that had left a window before they were saved: what lies before them is of no use any more.
         since = int(gaps[-1]) if len(gaps) else 0
-        used = {int(k) for k in np.unique(kinds[spans[since:]])}
+        used = {int(k) for k in np.unique(kinds[spans[since:]][kept[since:] > 0])}
         bound = max((part.bound for k, part in enumerate(parts) if part is not None and k in used), default=0.0)
         whole = bool((kept[since:] == rows[since:]).all())
         return _Column(spans[since:], begin[since:], kept[since:], stored[since:], whole, bound)

@@ -13,9 +13,10 @@ from kvsnap.files import Appender, Writer, replacing
 from kvsnap.formats.native.base import session_file_name
 from kvsnap.formats.native.fork import at_commit, cut_at
 from kvsnap.formats.native.journal import Journal
+from kvsnap.formats.native.live import check_whole
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.readers import Written
-from kvsnap.formats.native.replay import History, history_of, write_history
+from kvsnap.formats.native.replay import History, history_of, with_states, write_history
 from kvsnap.protocols import Progress
 from kvsnap.records import FileHeader, Footer
 
@@ -52,6 +53,7 @@ def copy_session(
     *,
     n_tokens: int | None = None,
     commit: int | None = None,
+    nearest: bool = False,
     progress: Progress | None = None,
 ) -> CopyReport:
     """Write the history of an open session, or a part of it, to the new file `path`, and close the session file.
@@ -59,7 +61,10 @@ def copy_session(
     `Session.fork` says the rest.
     """
     with closing(file if commit is None else at_commit(file, commit)) as origin:
-        history = history_of(origin, cut_at(origin, n_tokens))
+        cut = cut_at(origin, n_tokens, nearest=nearest)
+        if cut is None and commit is not None:
+            check_whole(origin)
+        history = history_of(origin, cut)
         if n_tokens is None:
             origin.snapshot()  # rows that do not add up are refused here too
         with replacing(path, new=True) as writer:
@@ -78,9 +83,11 @@ def check_alone(file: NativeFile) -> None:
         )
 
 
-def write_compacted(file: NativeFile, writer: Writer, progress: Progress | None) -> tuple[History, FileHeader, Footer]:
-    """Write the live history of an open session as a file of its own."""
-    history = history_of(file)
+def write_compacted(
+    file: NativeFile, writer: Writer, progress: Progress | None, states: int | None = None
+) -> tuple[History, FileHeader, Footer]:
+    """Write the live history of an open session as a file of its own, with the states of the last `states` turns."""
+    history = with_states(history_of(file), states)
     file.snapshot()  # rows that do not add up are refused here too
     header, footer = write_history(history, writer, progress=progress)
     return history, header, footer
@@ -96,7 +103,11 @@ def compact_report(file: NativeFile, path: str, history: History, header: FileHe
 
 
 def replace_compacted(
-    file: NativeFile, path: str, progress: Progress | None, ready: Callable[[Journal], None]
+    file: NativeFile,
+    path: str,
+    progress: Progress | None,
+    ready: Callable[[Journal], None],
+    states: int | None = None,
 ) -> CompactReport:
     """Put a compacted file in the place of `path`.
 
@@ -104,7 +115,7 @@ def replace_compacted(
     behind that (a directory that cannot be synced, an interrupt), `Journal.is_named` tells. It closes it if not.
     """
     with replacing(path) as writer:
-        history, header, footer = write_compacted(file, writer, progress)
+        history, header, footer = write_compacted(file, writer, progress, states)
         appender = Appender.taking(writer)
         ready(Journal(path, appender, NativeFile(Written(appender, footer.file_length), mapped=False)))
     return compact_report(file, path, history, header, footer)

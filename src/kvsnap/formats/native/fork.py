@@ -11,7 +11,7 @@ from typing import Any
 from kvsnap.errors import InputError, MissingError, UnsupportedError
 from kvsnap.files import absolute, sync_file, write_whole
 from kvsnap.formats.native.base import MAX_DEPTH, Base, session_file_name
-from kvsnap.formats.native.live import Cut, cut_live
+from kvsnap.formats.native.live import Cut, check_whole, cut_live, ends_of
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.tables import Commit, Operation
 from kvsnap.formats.native.turns import walk
@@ -52,10 +52,11 @@ def at_commit(file: NativeFile, number: int) -> NativeFile:
     )
 
 
-def cut_at(file: NativeFile, n_tokens: int | None) -> Cut | None:
+def cut_at(file: NativeFile, n_tokens: int | None, *, nearest: bool = False) -> Cut | None:
     """Return what the first `n_tokens` tokens of an open file keep; None for everything.
 
-    Raise `InputError` outside the history, `UnsupportedError` where it cannot be cut.
+    With `nearest` it is the nearest length at or below that can be reached. Raise `InputError` outside the history,
+    `UnsupportedError` where it cannot be cut.
     """
     if n_tokens is None or n_tokens == file.commit.n_tokens:
         return None
@@ -63,16 +64,20 @@ def cut_at(file: NativeFile, n_tokens: int | None) -> Cut | None:
         raise InputError(
             "the history has no such length", path=file.path, expected=f"0 to {file.commit.n_tokens}", found=n_tokens
         )
-    return cut_live(file, n_tokens)
+    ends = ends_of(file)
+    return cut_live(file, ends.below(n_tokens) if nearest else n_tokens, ends)
 
 
-def fork_file(path: str, *, n_tokens: int | None = None, commit: int | None = None) -> ForkReport:
+def fork_file(
+    path: str, *, n_tokens: int | None = None, commit: int | None = None, nearest: bool = False
+) -> ForkReport:
     """Make a fork of the session at `path` in the same directory, and return what was written.
 
     Less than 1 KB is written, whatever the size of the session. The fork starts at the last commit of the session, or
-    at an earlier one (`commit`), and keeps all tokens of it, or the first `n_tokens`. What it needs of the session has
-    to stay: see `kvsnap.library`. Raise `InputError`, `MissingError` (no such commit), `StorageError`, and
-    `UnsupportedError` for more than 64 forks in a row, a length that cannot be reached, or a sealed snapshot.
+    at an earlier one (`commit`), and keeps all tokens of it, or the first `n_tokens` (with `nearest`: or as
+    many below as can be reached). What it needs of the session has to stay: see `kvsnap.library`. Raise `InputError`,
+    `MissingError` (no such commit), `StorageError`, and `UnsupportedError` for more than 64 forks in a row, a length
+    that cannot be reached, or a sealed snapshot.
     """
     name = absolute(path)
     with closing(NativeFile.open(name, mapped=False)) as last:
@@ -84,7 +89,9 @@ def fork_file(path: str, *, n_tokens: int | None = None, commit: int | None = No
                 "only a file under the name of its id can have forks", path=name, expected=session_file_name(found)
             )
         with closing(last if commit is None else at_commit(last, commit)) as file:
-            cut = cut_at(file, n_tokens)
+            cut = cut_at(file, n_tokens, nearest=nearest)
+            if cut is None and commit is not None:
+                check_whole(file)
             sync_file(name)  # a fork must not outlive the turn that it starts from
             return _write(name, *_origin(file, cut))
 

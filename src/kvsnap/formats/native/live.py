@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from kvsnap.errors import UnsupportedError
+from kvsnap.formats.native.assemble import bound_of
 from kvsnap.formats.native.base import Base
-from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.read import NativeFile, spans_of
 from kvsnap.formats.native.schema import parse_token_offset
 from kvsnap.formats.native.tables import Entry, history_digest
 from kvsnap.layout import cut_positions
+from kvsnap.reach import Ends, Reach, Stop, needs_state
 from kvsnap.records import Kind
 from kvsnap.tensors import TensorSpec
 
-__all__ = ["Cut", "Live", "cut_live", "position_after", "turn_ends"]
+__all__ = ["Cut", "Live", "check_whole", "cut_live", "ends_of", "position_after", "reach_of"]
 
 Live = tuple[NativeFile, Entry]
 """An entry of the live list, with the file that its offsets mean."""
@@ -55,29 +57,45 @@ class Cut:
         )  # fmt: skip
 
 
-def turn_ends(live: Sequence[Live]) -> list[int]:
-    """Return the number of tokens behind each entry."""
-    return list(accumulate(entry.n_tokens for _, entry in live))
+def ends_of(file: NativeFile) -> Ends:
+    """Return the lengths that the live list of an open file can be cut to. Tables are read as they are needed."""
+    live, commit = file.live, file.commit
+    tokens, rows = accumulate(e.n_tokens for _, e in live), accumulate(e.n_rows for _, e in live)
+    stops = [Stop(n, r, bool(e.state)) for n, r, (_, e) in zip(tokens, rows, live, strict=True)]
+    known: dict[int, dict[int, tuple[int, int]]] = {}
+
+    def held(i: int, spec: TensorSpec) -> tuple[int, int]:
+        where, entry = live[i]
+        if i not in known:
+            table, _, _ = where.table_at(entry.span, Kind.SPAN)
+            known[i] = {part.tensor: (part.row_start, part.row_start + part.n_rows) for part in table.parts}
+        stop = (entry.row_start + entry.n_rows) // spec.tokens_per_row
+        first, last = known[i].get(spec.id, (stop, stop))
+        return min(first, stop), min(last, stop)
+
+    return Ends(file.geometry.tensors, stops, held, unstored=commit.n_rows + commit.n_pending - commit.n_tokens)
 
 
-def cut_live(file: NativeFile, n_tokens: int) -> Cut:
+def cut_live(file: NativeFile, n_tokens: int, ends: Ends | None = None) -> Cut:
     """Return the live list of the first `n_tokens` tokens, as far as rows of them were kept.
 
     At the end of a turn the turn comes back whole, with its state; an entry that is cut loses its state. Reads the
-    tables of one or two records. Raise `UnsupportedError` naming the nearest reachable length when a layer has a state
-    that cannot be rewound there.
+    tables of one or two records, and of those that hold the rows of a window. Raise `UnsupportedError` naming the
+    nearest reachable lengths when a layer cannot be rewound there.
     """
-    live, unstored = file.live, file.commit.n_rows + file.commit.n_pending - file.commit.n_tokens
+    live, ends = file.live, ends or ends_of(file)
     if not n_tokens:
         return Cut((), 0, 0, 0, 0)
-    ends = turn_ends(live)
+    ends.check(n_tokens, file.path)
     # Where turns ended, the last of them is what comes back, whole: also one that added nothing but a state.
-    count = bisect_right(ends, n_tokens)
-    kept, before = list(live[:count]), ends[count - 1] if count else 0
-    if before < n_tokens:
-        _refuse_unless_rewindable(file, ends, n_tokens)
+    end = ends.end_of(n_tokens)
+    if end is not None:
+        kept = list(live[: end + 1])
+    else:
+        count = bisect_right(ends.tokens, n_tokens)
+        kept, before = list(live[:count]), ends.tokens[count - 1] if count else 0
         where, cut = live[count]
-        rows = max(0, min(cut.n_rows, n_tokens + unstored - cut.row_start))
+        rows = max(0, min(cut.n_rows, n_tokens + ends.unstored - cut.row_start))
         table, _, _ = where.table_at(cut.span, Kind.SPAN)
         previous = kept[-1][1].digest if kept else bytes(16)
         digest = history_digest(previous, table.tokens[: n_tokens - before], rows)
@@ -86,7 +104,29 @@ def cut_live(file: NativeFile, n_tokens: int) -> Cut:
     if kept and kept[-1][1].state:
         where, entry = kept[-1]
         file.state_at(where, entry.state, n_rows)  # an old state that is damaged must not become the current one
-    return Cut(tuple(kept), n_tokens, n_rows, n_tokens + unstored - n_rows, position_after(kept))
+    return Cut(tuple(kept), n_tokens, n_rows, n_tokens + ends.unstored - n_rows, position_after(kept))
+
+
+def reach_of(file: NativeFile, n_tokens: int) -> Reach:
+    """Return what a cut of an open file to `n_tokens` tokens, which is within it, would keep. Reads tables only."""
+    ends = ends_of(file)
+
+    def exact(nearest: int) -> bool:
+        live = file.live if nearest == file.commit.n_tokens else cut_live(file, nearest, ends).live
+        return bound_of(file, spans_of(live)) == 0
+
+    return ends.reach(n_tokens, exact)
+
+
+def check_whole(file: NativeFile) -> None:
+    """Raise `UnsupportedError` where the state at the end of an open file was left out when it was compacted."""
+    if needs_state(file.geometry.tensors) and file.commit.n_rows and not file.state_place()[1]:
+        below = ends_of(file).below(file.commit.n_tokens - 1)
+        raise UnsupportedError(
+            f"the state at the end of commit {file.commit.number} is not stored any more, and a layer needs it; the "
+            f"nearest reachable length is {below}",
+            path=file.path, found=file.commit.n_tokens,
+        )  # fmt: skip
 
 
 def position_after(live: Sequence[Live], count: int | None = None) -> int:
@@ -108,20 +148,3 @@ def position_after(live: Sequence[Live], count: int | None = None) -> int:
         if kept:
             return kept[-1].start + kept[-1].count
     return 0
-
-
-def needs_turn_ends(spec: TensorSpec) -> bool:
-    """Tell whether a history with such a tensor can only be cut where a turn ended."""
-    return spec.role != "logits" and spec.growth not in ("grow", "static")
-
-
-def _refuse_unless_rewindable(file: NativeFile, ends: Sequence[int], n_tokens: int) -> None:
-    for spec in file.geometry.tensors:
-        if needs_turn_ends(spec):
-            nearest = max((end for end in ends if end <= n_tokens), default=0)
-            raise UnsupportedError(
-                f"layer {spec.layer}: {spec.name} ({spec.growth}) cannot be rewound into a turn; "
-                f"the nearest reachable length is {nearest}",
-                path=file.path,
-                found=n_tokens,
-            )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import xxhash
 
-from kvsnap.errors import DamagedError, FormatError
+from kvsnap.errors import DamagedError, FormatError, InputError
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.live import Cut, position_after
 from kvsnap.formats.native.read import NativeFile, Span, spans_of
@@ -34,6 +34,7 @@ from kvsnap.formats.native.write import EncodedPart, RecordWriter, Sink, new_hea
 from kvsnap.identity import Identity
 from kvsnap.layout import cut_positions, cut_runs
 from kvsnap.protocols import Progress
+from kvsnap.reach import needs_state
 from kvsnap.records import (
     HEADER_SIZE,
     RECORD_SIZE,
@@ -47,7 +48,7 @@ from kvsnap.records import (
 )
 from kvsnap.tensors import numpy_dtype
 
-__all__ = ["History", "Piece", "history_of", "write_history"]
+__all__ = ["History", "Piece", "history_of", "with_states", "write_history"]
 
 _STEP = 1 << 20
 
@@ -120,6 +121,35 @@ def history_of(file: NativeFile, cut: Cut | None = None) -> History:
             said[where, made.note] = _metadata(where, made, notes)
         pieces.append(Piece(where, entry, made, said[where, made.note]))
     return History(tuple(pieces), end, file.geometry, file.identity, dict(file.metadata), tuple(dict.fromkeys(notes)))
+
+
+def with_states(history: History, states: int | None) -> History:
+    """Return a history that keeps the states of its last `states` turns only, at least one; None keeps all.
+
+    A state that names the position that comes next stays where a cut can reach it: nothing else knows that.
+    """
+    if states is None:
+        return history
+    if states < 1:
+        raise InputError("the state of the last turn is always kept", expected="1 or more", found=states)
+    needed = needs_state(history.geometry.tensors)
+    first = len(history.pieces) - states
+    pieces = [
+        piece if i >= first or not (needed or _next_is_usual(piece)) else _stateless(piece)
+        for i, piece in enumerate(history.pieces)
+    ]
+    return replace(history, pieces=tuple(pieces))
+
+
+def _stateless(piece: Piece) -> Piece:
+    return replace(piece, entry=replace(piece.entry, state=0))
+
+
+def _next_is_usual(piece: Piece) -> bool:
+    if not piece.entry.state:
+        return True
+    table, place, _ = piece.file.table_at(piece.entry.state, Kind.STATE)
+    return schema.parse_token_offset(table.meta, piece.file.path, place) is None
 
 
 def _commits(file: NativeFile, notes: list[str]) -> dict[int, Commit]:

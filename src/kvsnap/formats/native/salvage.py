@@ -27,6 +27,7 @@ from kvsnap.formats.native.verify import Damage, VerifyReport, verify_file
 from kvsnap.identity import Identity
 from kvsnap.layout import PositionRun, Run, cut_positions, cut_runs, join_runs
 from kvsnap.protocols import Progress
+from kvsnap.reach import needs_state
 from kvsnap.records import HEADER_SIZE, RECORD_SIZE, Kind, read_record, read_record_header, record_end
 from kvsnap.tensors import numpy_dtype
 
@@ -167,7 +168,7 @@ class _Salvage:
     def __init__(self, mended: Mended, progress: Progress | None) -> None:
         self.mended, self.file, self.findings = mended, mended.file, mended.findings
         specs = self.file.geometry.tensors
-        self.needs_state = any(s.growth == "replaced" and s.role != "logits" for s in specs)
+        self.needs_state = needs_state(specs)
         self.unstored = self.file.commit.n_rows + self.file.commit.n_pending - self.file.commit.n_tokens
         self.told: list[tuple[NativeFile, int, int]] = []  # records whose damage is among what is lost
         self.report: VerifyReport = verify_file(self.file, progress)
@@ -180,8 +181,9 @@ class _Salvage:
     def history(self, *, keep_tokens: bool) -> History:
         """Return what is kept, and say what is not."""
         count = next((i for i, turn in enumerate(self.turns) if turn.error), len(self.turns))
-        while self.needs_state and count and self.turns[count - 1].state_error:
-            count -= 1  # rows without the recurrent state that belongs to their end are of no use
+        lost = count < len(self.turns)
+        while self.needs_state and count and self._is_stateless(self.turns[count - 1], lost=lost):
+            count, lost = count - 1, True  # rows without the state that belongs to their end are of no use
         self._say_lost(count)
         behind = self._ids_behind(count) if keep_tokens else ()
         if self.turns and not count and not behind:
@@ -205,6 +207,11 @@ class _Salvage:
         self._say_rest()
         return replace(history, end=end, pending=pending)
 
+    @staticmethod
+    def _is_stateless(turn: _Turn, *, lost: bool) -> bool:
+        """Tell whether a turn has no state to go back to: damaged, or left out when the file was compacted."""
+        return turn.state_error is not None or (lost and not turn.entry.state)
+
     def _say_lost(self, count: int) -> None:
         total = self.file.commit.n_tokens
         for i, turn in enumerate(self.turns):
@@ -215,10 +222,12 @@ class _Salvage:
                     f"{turn.state_error.message}"
                 )
                 self._lose(what, turn.state_error.offset or entry.state, where, entry.state, turn.state_tensor)
-            elif i == count:
-                error = turn.error or turn.state_error
-                what, tensor = (error.message if error else "lost"), turn.tensor or turn.state_tensor
-                at = entry.span if turn.error else entry.state
+            elif i == count:  # what is wrong may be behind turns that have no state of their own to go back to
+                bad = next(t for t in self.turns[count:] if t.error or t.state_error)
+                error = bad.error or bad.state_error
+                what, tensor = (error.message if error else "lost"), bad.tensor or bad.state_tensor
+                where, entry = bad.live
+                at = entry.span if bad.error else entry.state
                 self._lose(what, (error and error.offset) or at, where, at, tensor, (turn.tokens[0], total))
         if count < len(self.turns):
             ids = sum(t.entry.n_tokens for t in self.turns[count:] if t.table is not None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvsnap.errors import CompatibilityError, DamagedError, FormatError, InputError
 from kvsnap.formats.native import schema
@@ -24,7 +26,24 @@ from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress
 from kvsnap.records import RECORD_SIZE, FileHeader, Kind, ReadAt, commit_digest, read_record
 
-__all__ = ["check_continues", "merged_geometry", "merged_identity", "walk", "write_turn"]
+__all__ = ["Turn", "check_continues", "merged_geometry", "merged_identity", "new_text", "walk", "write_turn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One commit of a session: what it did, whether the turn was complete, and the counts after it."""
+
+    commit: int
+    operation: str
+    complete: bool
+    n_tokens: int
+    n_rows: int
+    time_ns: int
+    offset: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def write_turn(
@@ -153,3 +172,14 @@ def walk(commit: Commit, offset: int, header: FileHeader, reader: ReadAt) -> Ite
         if commit_digest(record.pack(header.salt, offset), payload) != commit.previous_digest:
             raise DamagedError("broken history: this COMMIT is not the one meant", path=reader.path, offset=offset)
         commit = parse_commit(payload, reader.path, offset + RECORD_SIZE)
+
+
+def new_text(before: str | None, text: str) -> tuple[int | None, str]:
+    """Return what is new of a text, and how many characters of the one before it follows (None: all)."""
+    if before is None:
+        return 0, text
+    if text.startswith(before):
+        return None, text[len(before) :]
+    # The last character may have been half of one before: its missing bytes change it.
+    kept = len(os.path.commonprefix([before, text]))  # noqa: RUF071 # characters are meant
+    return kept, text[kept:]

@@ -329,7 +329,7 @@ def check_counts(snapshot: Snapshot, known: int = 0) -> None:
         *(
             (f"{t.name} rows", t.start + t.n_rows, snapshot.n_rows // t.spec.tokens_per_row)
             for t in snapshot.tensors()
-            if t.spec.growth == "grow"
+            if t.spec.grows
         ),
     )
     for what, found, expected in rules:
