@@ -6,21 +6,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvsnap.errors import InputError
+from kvsnap.errors import InputError, UnsupportedError
 
-__all__ = ["CACHES", "CacheKind", "cache_kind"]
+__all__ = ["CACHES", "CacheKind", "cache_fact", "cache_kind", "refuse_offloading"]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
     """One kind of cache: the names of its classes in transformers, the options it takes, and what makes an empty one.
 
-    `make(module, options)` may raise `InputError` and `ExtraMissingError`.
+    `make(module, options)` may raise `InputError`, `UnsupportedError` and `ExtraMissingError`. `rows_as` names the kind
+    that keeps the same rows, whose layers then tell the geometry; empty: this one.
     """
 
     classes: tuple[str, ...]
     options: tuple[str, ...]
     make: Callable[[Any, Mapping[str, Any]], Any]
+    rows_as: str = ""
 
 
 def _dynamic(module: Any, _: Mapping[str, Any]) -> Any:
@@ -29,8 +31,43 @@ def _dynamic(module: Any, _: Mapping[str, Any]) -> Any:
     return transformers.DynamicCache(config=module.config)
 
 
-CACHES: dict[str, CacheKind] = {"dynamic": CacheKind(("DynamicCache",), (), _dynamic)}
+def _static(module: Any, options: Mapping[str, Any]) -> Any:
+    import transformers
+
+    length = options.get("max_cache_len")
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise InputError("a static cache needs its length", expected="max_cache_len: 1 or more", found=length)
+    made = transformers.StaticCache(config=module.config, max_cache_len=length)
+    for index, layer in enumerate(made.layers):
+        if hasattr(layer, "max_cache_len") and not hasattr(getattr(layer, "cumulative_length", None), "fill_"):
+            raise UnsupportedError(
+                f"layer {index}: a {type(layer).__name__} of transformers {transformers.__version__} does not count "
+                "its rows", expected="5.12 or later", found=transformers.__version__,
+            )  # fmt: skip
+    return made
+
+
+CACHES: dict[str, CacheKind] = {
+    "dynamic": CacheKind(("DynamicCache",), (), _dynamic),
+    "static": CacheKind(("StaticCache",), ("max_cache_len",), _static, rows_as="dynamic"),
+}
 """The kinds by the name that `connect(model, cache=...)` takes."""
+
+
+def cache_fact(cache: Any) -> str:
+    """Return what decides how the kernels see a cache: its kind, and the length of a static one."""
+    name = next((name for name, kind in CACHES.items() if type(cache).__name__ in kind.classes), "other")
+    lengths = [layer.max_cache_len for layer in cache.layers if hasattr(layer, "max_cache_len")]
+    return f"{name}[{max(lengths)}]" if lengths else name
+
+
+def refuse_offloading(cache: Any) -> None:
+    """Raise `UnsupportedError` for a cache whose rows move between devices in a stream of their own."""
+    if getattr(cache, "offloading", False):
+        raise UnsupportedError(
+            "an offloaded cache is not supported: its rows move between devices while they would be copied",
+            expected="offloading=False", found="offloading=True",
+        )  # fmt: skip
 
 
 def cache_kind(name: str, options: Mapping[str, Any]) -> CacheKind:

@@ -46,6 +46,7 @@ def identity_of(
     workers: int,
     progress: Progress | None = None,
     prefill_step: int = 0,
+    cache: str = "dynamic",
 ) -> Identity:
     """Digest everything anew. Weights are read where they lie; those on a GPU pass through a copy, one at a time."""
     settings = _settings(model.module.config.to_dict())
@@ -65,7 +66,7 @@ def identity_of(
         adapters=adapters,
         chat_template=_digest(_json(template).encode()) if template else "",
         engine="transformers",
-        runtime=_runtime(model, prefill_step),
+        runtime=_runtime(model, prefill_step, cache),
     )
 
 
@@ -241,7 +242,7 @@ def weights_stamp(module: Any) -> object:
     return tuple(stamp)
 
 
-def _runtime(model: Model, prefill_step: int) -> tuple[tuple[str, str], ...]:
+def _runtime(model: Model, prefill_step: int, cache: str) -> tuple[tuple[str, str], ...]:
     import torch
     import transformers
 
@@ -255,6 +256,7 @@ def _runtime(model: Model, prefill_step: int) -> tuple[tuple[str, str], ...]:
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "prefill_step": prefill_step,
+        "cache": cache,
         "sdp": [enabled() for enabled in (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.math_sdp_enabled)],
         "autocast": [torch.is_autocast_enabled(kind) for kind in kinds],
         "mkl": os.environ.get("MKL_CBWR", ""),

@@ -7,17 +7,18 @@ that leaves something out is worse than none.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvsnap.engines._tf_kinds import LayerKind, Live
 from kvsnap.engines._tf_parts import Geometry, Part, state
 from kvsnap.engines._tf_states import COPIED as STATES_COPIED
 from kvsnap.engines._tf_states import KEPT as STATES_KEPT
 from kvsnap.engines._tf_states import linear_read, linear_write
+from kvsnap.engines._tf_static import STATIC, STATIC_INDEXED, STATIC_WINDOW, copy_into
 from kvsnap.errors import UnsupportedError
 from kvsnap.tensors import numpy_dtype
 
@@ -39,30 +40,6 @@ __all__ = [
 ]
 
 _DTYPES = ("float32", "float16", "bfloat16")
-Live = tuple[tuple[str, Any], ...]
-"""The live tensors of a layer, each with its role. The roles of rows are those of keys and values, `k` and `v`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKind:
-    """How one class of cache layer is handled.
-
-    `read(layer)` returns the live tensors `[batch, ...]` with their roles, in the order of the parts, or () while it
-    holds nothing; `write(layer, live, n_rows)` makes such tensors the content of an empty layer without a copy;
-    `rows(layer)` counts the positions it has seen, None where it does not; `cut(layer, rows)` drops the positions
-    behind, allocates nothing, may be called twice, and raises `UnsupportedError` where the layer cannot.
-
-    To undo a pass that failed, `drop(layer, rows)` takes away the rows that it added, where there is one, and what the
-    attributes `kept` referred to is put back; of those that a pass writes over in place, `copied`, a copy is kept.
-    """
-
-    read: Callable[[Any], Live]
-    write: Callable[[Any, Live, int], None]
-    rows: Callable[[Any], int | None]
-    cut: Callable[[Any, int], None]
-    drop: Callable[[Any, int], None] | None = None
-    kept: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
 
 
 def kind_of(layer: Any, index: int) -> LayerKind:
@@ -110,7 +87,8 @@ class Undo:
     """What puts the layers of a cache back as they are now, whatever a pass does to them.
 
     Layers that only grow are cut, so that nothing is held twice; of others what they refer to is kept, and a copy of
-    what a pass writes over. `put_back` may be called again when it was interrupted, and allocates nothing.
+    what a pass writes over, which is put back into the same memory. `put_back` may be called again when it was
+    interrupted, and allocates nothing.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -128,13 +106,29 @@ class Undo:
             if kind.drop is not None:
                 kind.drop(layer, n_rows)
             for name, value in kept.items():
-                setattr(layer, name, dict(value) if isinstance(value, dict) else value)
+                setattr(layer, name, _restored(value))
+
+
+class _Content(NamedTuple):
+    tensor: Any
+    copy: Any
 
 
 def _kept(value: Any, copied: bool) -> Any:
     if isinstance(value, dict):
         return {key: _kept(inner, copied) for key, inner in value.items()}
-    return value.clone() if copied and hasattr(value, "clone") else value
+    return _Content(value, value.clone()) if copied and hasattr(value, "clone") else value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _restored(inner) for key, inner in value.items()}
+    if not isinstance(value, _Content):
+        return value
+    if value.tensor.is_inference():  # nothing may write to it out here
+        return value.copy
+    copy_into(value.tensor, value.copy)
+    return value.tensor
 
 
 # -- tensors against their description -----------------------------------------------------------------------------
@@ -142,13 +136,17 @@ def _kept(value: Any, copied: bool) -> Any:
 
 def tensors_of(layer: Any, index: int, geometry: Geometry) -> Live:
     """Return the live tensors of a layer with the roles and axes that its geometry tells; () while it holds nothing."""
-    live = kind_of(layer, index).read(layer)
-    named = []
+    kind = kind_of(layer, index)
+    live, named = kind.read(layer), []
     for place, (role, tensor) in enumerate(live):
         part = geometry.parts[place] if place < len(geometry.parts) else None
         # transformers gives the rows of latent attention an axis of one head.
         bare = part is not None and "head" not in part.axes and tensor.ndim == 4 and tensor.shape[1] == 1
-        named.append((role if part is None else part.role, tensor[:, 0] if bare else tensor))
+        rows = tensor[:, 0] if bare else tensor
+        if kind.spare and part is not None and part.growth == "window":
+            first = int(rows.shape[1 + part.row_axis]) - part.needed(kind.rows(layer) or 0)
+            rows = rows[(slice(None),) * (1 + part.row_axis) + (slice(max(0, first), None),)]
+        named.append((role if part is None else part.role, rows))
     return tuple(named)
 
 
@@ -327,8 +325,9 @@ def _window_cut(layer: Any, n_rows: int) -> None:
             f"a window of {layer.sliding_window} does not hold the rows before position {n_rows} any more",
             expected=f"0 or {first + layer.sliding_window - 1} to {seen}", found=n_rows,
         )  # fmt: skip
-    _attention_cut(layer, n_rows - first if n_rows else 0)
-    layer.cumulative_length = n_rows
+    # One step, for an interrupt between two would leave rows that do not fit their count.
+    kept = (layer.keys[..., : n_rows - first, :], layer.values[..., : n_rows - first, :]) if n_rows else (None, None)
+    vars(layer).update(keys=kept[0], values=kept[1], cumulative_length=n_rows, is_initialized=n_rows > 0)
 
 
 # -- states that every pass makes anew, alone or beside keys and values; layers that keep nothing -----------------
@@ -359,7 +358,8 @@ def _beside(kind: LayerKind) -> LayerKind:
         linear_write(layer, live[2:])
 
     kept = (*kind.kept, *STATES_KEPT)
-    return LayerKind(read, write, kind.rows, _states_cut, kind.drop, kept, STATES_COPIED)
+    copied = (*kind.copied, *STATES_COPIED)
+    return LayerKind(read, write, kind.rows, _states_cut, kind.drop, kept, copied, kind.spare)
 
 
 _DYNAMIC = LayerKind(_attention_read, _attention_write, _attention_rows, _attention_cut, _attention_cut)
@@ -377,6 +377,11 @@ KINDS: dict[str, LayerKind] = {
     ),
     "LinearAttentionAndFullAttentionLayer": _beside(_DYNAMIC),
     "LinearAttentionAndSlidingWindowAttentionLayer": _beside(_WINDOW),
+    "StaticLayer": STATIC,
+    "StaticIndexedLayer": STATIC_INDEXED,
+    "StaticSlidingWindowLayer": STATIC_WINDOW,
+    "LinearAttentionAndStaticFullAttentionLayer": _beside(STATIC),
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer": _beside(STATIC_WINDOW),
     "DummyLayer": LayerKind(lambda _: (), lambda *_: None, _no_rows, lambda *_: None),
 }
 """How each class of `transformers.cache_utils` is handled, by its name."""

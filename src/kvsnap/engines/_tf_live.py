@@ -9,10 +9,12 @@ from typing import Any
 
 from kvsnap.engines._tf_layers import Undo, marks_of, rows_of
 from kvsnap.engines._tf_model import Model
+from kvsnap.engines._tf_rewind import Cut, check_length, cut_line, ends_of
 from kvsnap.engines._tf_state import Line, Live, check_room
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.layout import SamplerState
-from kvsnap.protocols import Progress
+from kvsnap.protocols import Installed, Progress
+from kvsnap.reach import Reach
 from kvsnap.sampling import start
 
 __all__ = ["LiveState", "live_of"]
@@ -32,7 +34,7 @@ class LiveState:
         self._model = model
         self._step = prefill_step
         self._live = live_of(model.fresh_cache(), (Line(),), start())
-        self._undo: tuple[Live, Undo] | None = None
+        self._undo: tuple[Live, Undo | Cut] | None = None
 
     @property
     def sampler(self) -> SamplerState:
@@ -40,6 +42,7 @@ class LiveState:
 
     @sampler.setter
     def sampler(self, state: SamplerState) -> None:
+        self._mend()
         self._live = replace(self._live, sampler=state)
 
     @property
@@ -55,8 +58,14 @@ class LiveState:
         return self._line().n_pending
 
     @property
+    def rows(self) -> int:
+        """Sequences in the live cache; more than one after a batch was adopted or a snapshot went into several rows."""
+        return len(self._live.lines)
+
+    @property
     def context_limit(self) -> int | None:
-        return self._model.context_limit
+        limits = (self._model.context_limit, self._model.room(self._live.cache))
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def vocab_size(self) -> int:
@@ -129,5 +138,61 @@ class LiveState:
                 progress(first + len(part), total)
         return line if logits is None or not total else line.evaluated(logits, positions)
 
-    def _check_room(self, line: Line, more: int) -> None:
-        check_room(max(line.taken, line.next_position + line.n_pending), more, self.context_limit)
+    def _check_room(self, line: Line, more: int, *, placed: bool = False) -> None:
+        """Raise `ContextError` where `more` ids do not fit; with `placed` their positions were checked already."""
+        behind = max(line.taken, line.next_position + line.n_pending)
+        check_room(behind, 0 if placed else more, self._model.context_limit)
+        check_room(line.taken, more, self._model.room(self._live.cache), "the static cache")
+
+    # -- going back --------------------------------------------------------------------------------------------------
+
+    def reach(self, n_tokens: int) -> Reach:
+        """Return what `rewind` to `n_tokens` tokens would keep, or to the nearest length below that can be reached.
+
+        Reads no row. Raise `InputError` outside 0..len(tokens).
+        """
+        live, line = self._current(), self._line()
+        return ends_of(self._model, live.cache, line).reach(check_length(n_tokens, line), lambda _: True)
+
+    def rewind(self, n_tokens: int) -> Installed:
+        """Cut the live sequence to its first `n_tokens` tokens, in memory; sampler and random state stay.
+
+        Rows that stay are not touched. Logits stay where no row goes; without them `prefill` goes on, and `step` and
+        `settle` evaluate the last row again. Raise `InputError` outside 0..len(tokens), `UnsupportedError` that says
+        which layers cannot be cut there, and names the nearest lengths below and above that can be reached.
+        """
+        live, line = self._current(), self._line()
+        n_tokens = check_length(n_tokens, line)
+        if not n_tokens:
+            self._live = live_of(self._model.fresh_cache(), (Line(),), live.sampler)
+            return Installed(0, 0)
+        ends = ends_of(self._model, live.cache, line)
+        ends.check(n_tokens)
+        shorter = cut_line(line, n_tokens, ends)
+        self._cut(shorter)
+        gone = shorter.logits is None and not shorter.n_pending
+        notes = ("the logits went with the rows: without new ids the last row is evaluated again",) if gone else ()
+        return Installed(shorter.n_rows, 0, notes)
+
+    def _cut(self, line: Line) -> None:
+        # The decision is published before the layers are cut: an interrupted cut is gone on with, not undone.
+        cutting = replace(self._current(), lines=(line,))
+        self._undo = (cutting, Cut(cutting.cache, line.n_rows))
+        self._live = cutting
+        self._mend()
+
+    def _need_logits(self) -> None:
+        """See to it that there are logits, or something pending whose evaluation makes some."""
+        live, line = self._current(), self._line()
+        if line.n_pending or not line.n_rows or line.logits is not None:
+            return
+        if not line.tokens:
+            raise InputError("there are neither logits nor the last token, so there is nothing to go on from")
+        ends = ends_of(self._model, live.cache, line)
+        shorter = line.without_last_row()
+        if ends.rows_at(len(line.tokens) - 1) != shorter.n_rows or not ends.can(len(line.tokens) - 1):
+            why = "; ".join(ends.limits(len(line.tokens) - 1))
+            raise UnsupportedError(
+                f"there are no logits, and the last row cannot be evaluated again: {why}; prefill ids to go on"
+            )
+        self._cut(shorter)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kvsnap.engines._tf_caches import CacheKind, cache_kind
+from kvsnap.engines._tf_caches import CACHES, CacheKind, cache_kind
 from kvsnap.engines._tf_geometry import attentions_of, geometry_of
 from kvsnap.engines._tf_layers import check_layer, kind_of, learned, numpy_view, rows_of
 from kvsnap.engines._tf_parts import Geometry
@@ -36,7 +36,8 @@ def recognises(model: object) -> bool:
 class Model:
     """A supported model: the module that is called, its text settings, and how its forward wants to be called.
 
-    `geometry` is what each layer keeps, as far as it is known; the first pass tells the rest.
+    `geometry` is what each layer keeps, as far as it is known; the first pass tells the rest. `masks_padding` tells
+    whether its states take no notice of padding on the left; None until that was looked into.
     """
 
     module: Any
@@ -49,6 +50,7 @@ class Model:
     context_limit: int | None
     cache: CacheKind
     cache_options: Mapping[str, Any]
+    masks_padding: bool | None = None
 
     @staticmethod
     def of(model: Any, cache: str = "dynamic", cache_options: Mapping[str, Any] | None = None) -> Model:
@@ -74,6 +76,17 @@ class Model:
     def fresh_cache(self) -> Any:
         """Return a cache that holds nothing."""
         return self.cache.make(self.module, self.cache_options)
+
+    def room(self, cache: Any) -> int | None:
+        """Return the rows that a cache has memory for; None where it grows."""
+        windows = [max((part.window for part in geometry.parts), default=0) for geometry in self.geometry]
+        limits = [
+            int(layer.max_cache_len)
+            for layer, window in zip(cache.layers, windows, strict=False)
+            # A window that is as long as it should be goes on for ever.
+            if hasattr(layer, "max_cache_len") and not 0 < window <= layer.max_cache_len
+        ]
+        return min(limits, default=None)
 
     def dtype(self) -> Any:
         """Return the torch dtype that the weights are in now, which is that of the cache."""
@@ -160,6 +173,8 @@ def _refuse_unsupported(module: Any, config: Any, cache: CacheKind, options: Map
     layers = cache.make(module, options).layers
     for index, layer in enumerate(layers):
         kind_of(layer, index)
+    if cache.rows_as:
+        layers = CACHES[cache.rows_as].make(module, {}).layers
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind in _STATEFUL and not (index < len(layers) and hasattr(layers[index], "recurrent_states")):
             raise UnsupportedError(

@@ -11,10 +11,11 @@ from typing import Any
 
 from kvsnap.engines import _tf_text
 from kvsnap.engines._tf_adopt import lines_in, only_rows
+from kvsnap.engines._tf_caches import cache_fact
 from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
 from kvsnap.engines._tf_identity import identity_of, weights_stamp
 from kvsnap.engines._tf_install import build_cache, check_snapshot
-from kvsnap.engines._tf_layers import cut, dtype_of
+from kvsnap.engines._tf_layers import cut, dtype_of, rows_of
 from kvsnap.engines._tf_live import LiveState, live_of
 from kvsnap.engines._tf_model import Model, recognises
 from kvsnap.engines._tf_state import Line, check_ids, check_positions, check_room
@@ -70,16 +71,20 @@ class TransformersEngine(LiveState):
         places = check_positions(positions, len(checked), self.context_limit)
         if not checked and not line.taken:
             raise InputError("nothing to evaluate: the prompt is empty and so is the sequence")
-        self._check_room(line, len(checked) if places is None else 0)
+        self._check_room(line, len(checked), placed=places is not None)
+        if not checked:
+            self._need_logits()
         with self._change() as (live, line):
             self._stamp = self._stamp if line.n_rows else weights_stamp(self.model)
             self._publish(self._evaluate(live.cache, line.extended(checked, "prompt"), None, places), live.sampler)
 
     def settle(self) -> None:
+        self._need_logits()
         with self._change() as (live, line):
             self._publish(self._evaluate(live.cache, line), live.sampler)
 
     def step(self) -> Token:
+        self._need_logits()
         with self._change() as (live, line):
             if not line.taken:
                 raise InputError("nothing to go on from: the sequence is empty; prefill a prompt first")
@@ -97,8 +102,9 @@ class TransformersEngine(LiveState):
         checked = check_ids(ids, self.vocab_size, 0)
         if not checked:
             raise InputError("nothing to evaluate: no ids were given")
-        check_room(0, len(checked), self.context_limit)
+        check_room(0, len(checked), self._model.context_limit)
         cache, stamp = self._model.fresh_cache(), weights_stamp(self.model)
+        check_room(0, len(checked), self._model.room(cache), "the static cache")
         line = self._evaluate(cache, Line().extended(checked, "prompt"), progress)
         self._live, self._stamp = live_of(cache, (line,), self._live.sampler), stamp
 
@@ -135,17 +141,28 @@ class TransformersEngine(LiveState):
         return live_dtype(self._live.cache) or dtype_of(self._model.dtype(), "the cache")
 
     def install(
-        self, snapshot: Snapshot, progress: Progress | None = None, *, cast: bool = False, workers: int | None = None
+        self,
+        snapshot: Snapshot,
+        progress: Progress | None = None,
+        *,
+        cast: bool = False,
+        workers: int | None = None,
+        rows: int = 1,
+        prefix: bool = False,
     ) -> Installed:
         """Put a snapshot in place of the live sequence, atomically; the contract is that of `Engine.install`.
 
         `cast=True` takes rows of another dtype and converts them; `workers` overrides the number of reading threads.
+        `rows` makes a batch of so many equal sequences, each in memory of its own, for the user's own `generate`. With
+        `prefix` ids are going to follow, so that the last row is not given up where there are no logits.
         """
+        if rows < 1:
+            raise InputError("a batch has one row or more", expected="1 or more", found=rows)
         wanted = self._model.dtype()
         dtype = dtype_of(wanted, "the cache")
-        line = check_snapshot(snapshot, self._model, dtype, cast=cast)
-        cache = build_cache(snapshot, self._model, wanted, line.n_rows, workers or self._workers, progress)
-        self._live = live_of(cache, (line,), snapshot.sampler or self._live.sampler)
+        line = check_snapshot(snapshot, self._model, dtype, cast=cast, prefix=prefix)
+        cache = build_cache(snapshot, self._model, wanted, line.n_rows, workers or self._workers, progress, rows)
+        self._live = live_of(cache, (line,) * rows, snapshot.sampler or self._live.sampler)
         self._stamp = weights_stamp(self.model)
         given_up = snapshot.n_rows - line.n_rows
         notes = ["no logits are stored, so the last row is evaluated again"] if given_up else []
@@ -183,8 +200,9 @@ class TransformersEngine(LiveState):
         )  # fmt: skip
         if len(lines) == 1:
             cache = only_rows(cache, lines[0], self._model)
-            lines = (replace(lines[0], select=None),)
-            cut(cache, lines[0].n_rows)
+            lines = (replace(lines[0], select=None, columns=None),)
+            if any(rows is not None and rows > lines[0].n_rows for rows in rows_of(cache)):
+                cut(cache, lines[0].n_rows)
         self._live, self._stamp = live_of(cache, lines, self._live.sampler), weights_stamp(self.model)
 
     # -- identity and text -------------------------------------------------------------------------------------------
@@ -192,7 +210,7 @@ class TransformersEngine(LiveState):
     def identity(self, progress: Progress | None = None) -> Identity:
         return identity_of(
             self._model, self.tokenizer, cache_dtype=self._cache_dtype(), workers=self._workers, progress=progress,
-            prefill_step=self._step,
+            prefill_step=self._step, cache=cache_fact(self._live.cache),
         )  # fmt: skip
 
     def tokenize(self, text: str, *, special: bool = True) -> tuple[int, ...]:
