@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from kvsnap import codecs
 from kvsnap.errors import ConflictError, InputError
 from kvsnap.files import Appender, Reader, absolute, write_whole
+from kvsnap.formats.native.assemble import snapshot_of
 from kvsnap.formats.native.base import Base
 from kvsnap.formats.native.copy import CompactReport, CopyReport, check_alone, copy_session, replace_compacted
 from kvsnap.formats.native.fork import at_commit
@@ -260,23 +261,27 @@ class Session(_Counts):
 
     # -- what is there ------------------------------------------------------------------------------------
 
-    def load(self) -> Snapshot:
+    def load(self, n_tokens: int | None = None) -> Snapshot:
         """Return the state at the last commit; tensors are read, and checked, when they are first used.
 
-        Opened for reading only, this moves the session to what was published meanwhile.
+        With `n_tokens` it is what `truncate` to that length would leave; the session stays as it is. Opened for reading
+        only, this moves the session to what was published meanwhile. Raise for a length as `truncate` does.
         """
         with self._turns:
             self._settle(ended=False)
-            return self._load()
+            return self._load(n_tokens)
 
-    def _load(self) -> Snapshot:
+    def _load(self, n_tokens: int | None) -> Snapshot:
         file = NativeFile.open(self.path, mapped=False)
         if file.end.footer != self._now.footer:
             if self._journal.appender is not None:
                 raise ConflictError("the file changed since it was opened", path=self.path)
             self._journal = Journal(self.path, None, file)
             self._tokens = self._text = None
-        return file.snapshot()
+        if n_tokens is None or n_tokens == self.n_tokens:
+            return file.snapshot()
+        self._check_length(n_tokens)
+        return snapshot_of(file, cut_live(file, n_tokens))
 
     # -- changing it --------------------------------------------------------------------------------------
 

@@ -162,6 +162,7 @@ class TransformersEngine(LiveState):
         dtype = dtype_of(wanted, "the cache")
         line = check_snapshot(snapshot, self._model, dtype, cast=cast, prefix=prefix)
         cache = build_cache(snapshot, self._model, wanted, line.n_rows, workers or self._workers, progress, rows)
+        self._model.check(cache, line.n_rows)  # what a pass would have told
         self._live = live_of(cache, (line,) * rows, snapshot.sampler or self._live.sampler)
         self._stamp = weights_stamp(self.model)
         given_up = snapshot.n_rows - line.n_rows

@@ -17,20 +17,22 @@ from kvsnap.records import Kind
 from kvsnap.tensors import Source, TensorSpec, numpy_dtype
 
 if TYPE_CHECKING:
+    from kvsnap.formats.native.live import Cut
     from kvsnap.formats.native.read import NativeFile, Span
-    from kvsnap.layout import PositionRun, Run
+    from kvsnap.layout import PositionRun, Run, SamplerState
 
 __all__ = ["bound_of", "joined_text", "snapshot_of"]
 
 
-def snapshot_of(file: NativeFile) -> Snapshot:
-    """Return everything as a snapshot. Tensor bytes are read, and checked, when they are first used."""
+def snapshot_of(file: NativeFile, cut: Cut | None = None) -> Snapshot:
+    """Return everything, or what a cut keeps, as a snapshot. Tensor bytes are read, and checked, when they are used."""
+    counts = file.commit if cut is None else cut
     columns = Columns(Sizes(file.geometry.tensors, replaced=False))
     ids: list[npt.NDArray[np.int32]] = []
     text: str | None = ""
     runs: tuple[Run, ...] = ()
     positions: tuple[PositionRun, ...] = ()
-    for span in file.spans():
+    for span in file.spans(None if cut is None else cut.live):
         entry, table = span.entry, span.table
         ids.append(table.tokens[: entry.n_tokens])
         whole = entry.n_tokens == len(table.tokens)
@@ -40,7 +42,7 @@ def snapshot_of(file: NativeFile) -> Snapshot:
         columns.add(entry, table, span.payload, span.file.content, mapped=span.file.mapped)
     specs = {spec.id: spec for spec in file.geometry.tensors}
     tensors = {number: _tensor(file, specs[number], columns) for number in columns.tensors}
-    replaced, sampler = file.state()
+    replaced, sampler = file.state() if cut is None else _state_after(file, cut)
     absent = [spec for spec in file.geometry.tensors if spec.grows and spec.id not in tensors]
     tensors |= {spec.id: _empty(file, spec) for spec in absent}
     logits = next((t for t in replaced.values() if t.role == "logits"), None)
@@ -50,9 +52,9 @@ def snapshot_of(file: NativeFile) -> Snapshot:
         layers=file.geometry.build(tensors | replaced),
         tokens=tuple(every.tolist()),
         runs=runs,
-        n_rows=file.commit.n_rows,
-        n_pending=file.commit.n_pending,
-        token_offset=file.commit.token_offset,
+        n_rows=counts.n_rows,
+        n_pending=counts.n_pending,
+        token_offset=counts.token_offset,
         positions=positions,
         logits=logits,
         sampler=sampler,
@@ -63,9 +65,13 @@ def snapshot_of(file: NativeFile) -> Snapshot:
             "format": "native",
             "path": file.path,
             "commit": file.commit.number,
-            "complete": file.commit.complete,
+            "complete": file.commit.complete or cut is not None,
         },
     )
+
+
+def _state_after(file: NativeFile, cut: Cut) -> tuple[dict[int, Tensor], SamplerState | None]:
+    return file.state_at(cut.live[-1][0], cut.state, cut.n_rows) if cut.state else ({}, None)
 
 
 def bound_of(file: NativeFile, spans: Iterable[Span]) -> float:
