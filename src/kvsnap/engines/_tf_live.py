@@ -176,7 +176,11 @@ class LiveState:
 
     def _cut(self, line: Line) -> None:
         # The decision is published before the layers are cut: an interrupted cut is gone on with, not undone.
-        cutting = replace(self._current(), lines=(line,))
+        live = self._current()
+        cutting = replace(live, lines=(line,))
+        if line.n_rows == live.lines[0].n_rows:  # nothing but ids that were not evaluated
+            self._live = cutting
+            return
         self._undo = (cutting, Cut(cutting.cache, line.n_rows))
         self._live = cutting
         self._mend()
