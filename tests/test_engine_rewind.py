@@ -127,7 +127,7 @@ def test_b01_a_length_that_is_none_is_an_error(length: Any) -> None:
     engine.prefill([5, 17, 42])
     before = bits(engine.capture())
     for ask in (engine.reach, engine.rewind):
-        with pytest.raises(InputError, match="rewind to this length.*0 to 3"):
+        with pytest.raises(InputError, match=r"rewind to this length.*0 to 3"):
             ask(length)
     assert (engine.tokens, bits(engine.capture())) == ((5, 17, 42), before)
 

@@ -25,11 +25,7 @@ from kvsnap.formats.native.journal import Journal, Published, empty_file
 from kvsnap.formats.native.live import check_whole, cut_live, ends_of, reach_of
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.schema import Geometry
-from kvsnap.formats.native.tables import (
-    Commit,
-    Entry,
-    Operation,
-)
+from kvsnap.formats.native.tables import Commit, Entry, Operation
 from kvsnap.formats.native.turns import (
     Turn,
     check_continues,

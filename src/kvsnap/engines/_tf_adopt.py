@@ -51,7 +51,6 @@ def lines_in(
     places = None if positions is None else np.atleast_2d(_array(positions, "positions"))
     if places is not None and (places.shape[0] != batch or places.shape[1] < n_rows):
         raise InputError("the positions do not fit", expected=f"[{batch}, at least {n_rows}]", found=list(places.shape))
-    stateful = any(part.growth == "replaced" for geometry in model.geometry for part in geometry.parts)
     lines = []
     for row in range(batch):
         if batch > 1 and columns < ids.shape[1]:
@@ -64,7 +63,7 @@ def lines_in(
         # The logits belong to the last row; where that is padding, they say nothing about this sequence.
         fits = scores is not None and n_rows > 0 and bool(keep[row][n_rows - 1])
         own = scores[row] if fits and scores is not None else None
-        lines.append(replace(line, logits=own) if stateful else _with_logits(line, own))
+        lines.append(_with_logits(line, own) if _goes_back(line, model) else replace(line, logits=own))
     return tuple(lines)
 
 
@@ -181,6 +180,12 @@ def _line(ids: Ids, keep: Mask, n_rows: int, columns: int) -> Line:
     runs = join_runs((), (Run("prompt", prompt), Run("generated", len(tokens) - prompt)))
     own = None if len(select) == n_rows else tuple(select.tolist())
     return Line(tokens, runs, len(select), len(tokens) - len(select), None, own, columns=n_rows)
+
+
+def _goes_back(line: Line, model: Model) -> bool:
+    """Tell whether the last row of a sequence can be given up: no state took it up, no window lost one for it."""
+    parts = [part for geometry in model.geometry for part in geometry.parts]
+    return not any(p.growth == "replaced" or (p.growth == "window" and line.n_rows >= p.window) for p in parts)
 
 
 def _with_logits(line: Line, logits: npt.NDArray[Any] | None) -> Line:

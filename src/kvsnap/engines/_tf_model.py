@@ -121,10 +121,11 @@ class Model:
         with torch.inference_mode(False), torch.no_grad():
             device = _device(embedding, self.module.device)
             given = torch.tensor([list(ids)], dtype=torch.long, device=device)
-            if positions is not None:
-                if not self.takes_positions:
-                    raise UnsupportedError(f"{type(self.module).__name__}.forward takes no position_ids")
-                options["position_ids"] = torch.tensor([list(positions)], dtype=torch.long, device=device)
+            if positions is not None and not self.takes_positions:
+                raise UnsupportedError(f"{type(self.module).__name__}.forward takes no position_ids")
+            if self.takes_positions:  # as generate does: not every model counts them from what its cache holds
+                places = range(n_rows, n_rows + len(ids)) if positions is None else positions
+                options["position_ids"] = torch.tensor([list(places)], dtype=torch.long, device=device)
             found = self.module(input_ids=given, **options).logits[0, -1]
             self.check(cache, n_rows + len(ids))
             own = torch.empty(found.shape, dtype=found.dtype, device="cpu")

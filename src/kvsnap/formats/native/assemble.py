@@ -41,10 +41,10 @@ def snapshot_of(file: NativeFile, cut: Cut | None = None) -> Snapshot:
         positions = join_positions(positions, cut_positions(table.positions, entry.n_rows))
         columns.add(entry, table, span.payload, span.file.content, mapped=span.file.mapped)
     specs = {spec.id: spec for spec in file.geometry.tensors}
-    tensors = {number: _tensor(file, specs[number], columns) for number in columns.tensors}
+    tensors = {number: _tensor(file, specs[number], columns, counts.n_rows) for number in columns.tensors}
     replaced, sampler = file.state() if cut is None else _state_after(file, cut)
     absent = [spec for spec in file.geometry.tensors if spec.grows and spec.id not in tensors]
-    tensors |= {spec.id: _empty(file, spec) for spec in absent}
+    tensors |= {spec.id: _empty(file, spec, counts.n_rows) for spec in absent}
     logits = next((t for t in replaced.values() if t.role == "logits"), None)
     every = np.concatenate(ids) if ids else np.zeros(0, np.int32)
     return Snapshot(
@@ -93,8 +93,8 @@ def bound_of(file: NativeFile, spans: Iterable[Span]) -> float:
     return max(bounds, default=0.0)
 
 
-def _empty(file: NativeFile, spec: TensorSpec) -> Tensor:
-    expected = file.commit.n_rows // spec.tokens_per_row
+def _empty(file: NativeFile, spec: TensorSpec, n_rows: int) -> Tensor:
+    expected = n_rows // spec.tokens_per_row
     if spec.growth == "grow" and expected:
         raise FormatError(
             f"{spec.name}: rows are missing", path=file.path, offset=file.end.footer.commit_offset,
@@ -107,14 +107,14 @@ def _nothing(spec: TensorSpec, start: int) -> Tensor:
     return Tensor(spec, np.zeros(spec.shape, dtype=numpy_dtype(spec.dtype)), start=start)
 
 
-def _tensor(file: NativeFile, spec: TensorSpec, columns: Columns) -> Tensor:
+def _tensor(file: NativeFile, spec: TensorSpec, columns: Columns, n_rows: int) -> Tensor:
     if not spec.grows:
         last = columns.last(spec.id).source
         return Tensor(spec, last, n_rows=last.part.n_rows, bound=last.part.bound)
     column = columns.column(spec)
     start = int(column.starts[0])
     stop = start + int(column.kept.sum())
-    expected = file.commit.n_rows // spec.tokens_per_row
+    expected = n_rows // spec.tokens_per_row
     if spec.growth == "grow" and (start, stop) != (0, expected):
         raise FormatError(
             f"{spec.name}: rows are missing", path=file.path,
