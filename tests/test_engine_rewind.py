@@ -133,6 +133,34 @@ def test_b01_a_length_that_is_none_is_an_error(length: Any) -> None:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_b01_nothing_stale_is_left_live_or_in_a_file(cache: str, tmp_path: Any) -> None:
+    for length in range(4):
+        engine, fresh = make("full", cache), make("full", cache)
+        engine.prefill([5, 17, 42])
+        with kvsnap.Session.open(tmp_path / f"{length}.kvsnap") as session:
+            session.append(engine.capture())
+            engine.rewind(length)
+            session.truncate(length)
+            for wrong in (-1, -3, -5, 4, 10):
+                with pytest.raises(InputError, match="truncate to this length"):
+                    session.truncate(wrong)
+            on_disk = session.load()
+        live = engine.capture()
+        kvsnap.save(live, tmp_path / "live.kvsnap")
+        for one in (live, on_disk, kvsnap.load(tmp_path / "live.kvsnap")):
+            assert (one.tokens, one.n_rows, one.n_pending) == ((5, 17, 42)[:length], length, 0)
+            assert {t.n_rows for t in one.tensors()} == {length}
+            assert length == 0 or bits(one) == bits(live)
+        fresh.prefill([5, 17, 42, 7][:length] or [7])
+        if length:
+            fresh.prefill([7])
+        engine.prefill([7])
+        assert engine.n_rows == fresh.n_rows == length + 1
+        assert {t.n_rows for t in engine.capture().tensors()} == {length + 1}
+        assert engine.step().id == fresh.step().id
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupted_cut_is_gone_on_with(kind: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, control = begun(kind, cache, 7), begun(kind, cache, 6)
