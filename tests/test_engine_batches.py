@@ -237,7 +237,7 @@ def test_a_state_that_has_taken_up_padding_is_refused(kind: str, monkeypatch: py
     engine, _ = batch(kind)
     engine.capture(row=0)
     monkeypatch.setattr(model, "forward", careless)
-    engine._model.masks_padding = None
+    engine._model.masks_padding.clear()
     with pytest.raises(UnsupportedError, match="does not keep padding on the left out of its states"):
         engine.capture(row=0)
     engine.capture(row=1)  # the one without padding

@@ -241,13 +241,18 @@ def test_stale_rows_behind_a_cut_are_not_captured() -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+def each(states: Any) -> list[Any]:
+    """The states of a layer, which some releases number."""
+    return [t for t in (states.values() if isinstance(states, dict) else [states]) if t is not None]
+
+
 def addresses(engine: TransformersEngine) -> list[int]:
     found = []
     for layer in engine.cache.layers:
         for name in ("keys", "values", "indexer_keys", "cumulative_length", "indexer_cumulative_length"):
             found += [t.data_ptr() for t in (getattr(layer, name, None),) if torch.is_tensor(t)]
         for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
-            found += [t.data_ptr() for t in states.values() if t is not None]
+            found += [t.data_ptr() for t in each(states)]
     return found
 
 
@@ -260,7 +265,7 @@ def test_the_memory_of_an_installed_cache_is_marked_and_stays_where_it_is(kind: 
     for layer in other.cache.layers:
         tensors = [getattr(layer, name) for name in ("keys", "values") if torch.is_tensor(getattr(layer, name, None))]
         for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
-            tensors += [t for t in states.values() if t is not None]
+            tensors += each(states)
         assert all(getattr(t, "_dynamo_static_input_type", None) for t in tensors)
     before = addresses(other)
     ids_of(other, 12)

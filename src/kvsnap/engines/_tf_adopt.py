@@ -87,7 +87,7 @@ def only_rows(cache: Any, line: Line, model: Model) -> Any:
         live = []
         for part, (role, tensor) in zip(geometry.parts, tensors_of(layer, index, geometry), strict=False):
             if part.row_axis < 0 or part.growth == "replaced" or part.tokens_per_row != 1:
-                check_state(model, line, part, f"layer {index}: {role}")
+                check_state(model, line, part, f"layer {index}: {role}", 1)
                 live.append((role, tensor))
                 continue
             hidden = total - int(tensor.shape[1 + part.row_axis])

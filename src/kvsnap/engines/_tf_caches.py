@@ -37,13 +37,17 @@ def _static(module: Any, options: Mapping[str, Any]) -> Any:
     length = options.get("max_cache_len")
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise InputError("a static cache needs its length", expected="max_cache_len: 1 or more", found=length)
-    made = transformers.StaticCache(config=module.config, max_cache_len=length)
+    release = f"transformers {transformers.__version__}"
+    try:
+        made = transformers.StaticCache(config=module.config, max_cache_len=length)
+    except KeyError as error:
+        raise UnsupportedError(f"{release} has no static cache for layers of the type {error}") from error
     for index, layer in enumerate(made.layers):
+        name = type(layer).__name__
         if hasattr(layer, "max_cache_len") and not hasattr(getattr(layer, "cumulative_length", None), "fill_"):
-            raise UnsupportedError(
-                f"layer {index}: a {type(layer).__name__} of transformers {transformers.__version__} does not count "
-                "its rows", expected="5.12 or later", found=transformers.__version__,
-            )  # fmt: skip
+            raise UnsupportedError(f"layer {index}: a {name} of {release} does not count its rows")
+        if getattr(layer, "indexer_cumulative_length", None) is not None:  # since 5.24 it is made with the first rows
+            raise UnsupportedError(f"layer {index}: the index of a {name} of {release} looks at rows not in use")
     return made
 
 

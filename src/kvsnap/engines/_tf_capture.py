@@ -58,10 +58,10 @@ def _copy(
     """
     columns = range(line.n_rows) if line.select is None else line.select
     if part.row_axis < 0 or part.growth == "replaced":
-        check_state(model, line, part, what)
+        check_state(model, line, part, what, int(tensor.shape[0]))
         return None, copy_rows(tensor, row, slice(None), -1)
     if part.tokens_per_row != 1:
-        check_state(model, line, part, what)
+        check_state(model, line, part, what, int(tensor.shape[0]))
         first = start // part.tokens_per_row
         return first, copy_rows(tensor, row, slice(first, None), part.row_axis)
     # The columns that the tensor holds are the last ones of those that the whole batch has taken.

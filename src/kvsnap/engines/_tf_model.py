@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
@@ -37,7 +37,7 @@ class Model:
     """A supported model: the module that is called, its text settings, and how its forward wants to be called.
 
     `geometry` is what each layer keeps, as far as it is known; the first pass tells the rest. `masks_padding` tells
-    whether its states take no notice of padding on the left; None until that was looked into.
+    whether its states take no notice of padding on the left, in a batch of several and of one, once it was looked into.
     """
 
     module: Any
@@ -50,7 +50,7 @@ class Model:
     context_limit: int | None
     cache: CacheKind
     cache_options: Mapping[str, Any]
-    masks_padding: bool | None = None
+    masks_padding: dict[bool, bool] = field(default_factory=dict)
 
     @staticmethod
     def of(model: Any, cache: str = "dynamic", cache_options: Mapping[str, Any] | None = None) -> Model:

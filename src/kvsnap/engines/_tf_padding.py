@@ -18,10 +18,11 @@ _ROUNDING = {"float32": 1e-4}
 _ROUNDING_OTHERS = 0.05
 
 
-def check_state(model: Model, line: Line, part: Part, what: str) -> None:
+def check_state(model: Model, line: Line, part: Part, what: str, batch: int) -> None:
     """Raise `UnsupportedError` unless a state, or a row for several positions, is that of the sequence alone.
 
-    A state takes up every column of the batch. Padding on the left of it is looked into once, with two short passes.
+    A state takes up every column of the batch. Padding on the left of it is looked into once, with two short passes,
+    for a batch of one and for others: some releases mask nothing in a batch of one.
     """
     columns = range(line.n_rows) if line.select is None else line.select
     if line.columns is None or line.columns == len(columns):
@@ -30,19 +31,20 @@ def check_state(model: Model, line: Line, part: Part, what: str) -> None:
         raise UnsupportedError(f"{what} has padding behind its last token in it, which cannot be taken out again")
     if columns[-1] - columns[0] + 1 != len(columns) or part.tokens_per_row != 1:
         raise UnsupportedError(f"{what} has padding in it, which cannot be taken out again")
-    if model.masks_padding is None:
-        model.masks_padding = _masks_padding(model)
-    if not model.masks_padding:
+    several = batch > 1
+    if several not in model.masks_padding:
+        model.masks_padding[several] = _masks_padding(model, 2 if several else 1)
+    if not model.masks_padding[several]:
         raise UnsupportedError(
             f"{what} has padding in it: {model.config.model_type} does not keep padding on the left out of its states"
         )
 
 
-def _masks_padding(model: Model) -> bool:
+def _masks_padding(model: Model, batch: int) -> bool:
     """Evaluate a few ids alone and behind padding; tell whether the states are the same up to rounding."""
     import torch
 
-    alone, padded = _states(model, 0), _states(model, _PADDING)
+    alone, padded = _states(model, 0, 1), _states(model, _PADDING, batch)
     bound = _ROUNDING.get(str(model.dtype()).removeprefix("torch."), _ROUNDING_OTHERS)
     return len(alone) == len(padded) > 0 and all(
         float((a.float() - b.float()).abs().max()) <= bound * max(float(a.float().abs().max()), 1e-6)
@@ -51,7 +53,8 @@ def _masks_padding(model: Model) -> bool:
     )
 
 
-def _states(model: Model, padding: int) -> list[Any]:
+def _states(model: Model, padding: int, batch: int) -> list[Any]:
+    """Return the states `[...]` after a few ids behind padding; further rows of the batch have no padding."""
     import torch
 
     cache = CACHES["dynamic"].make(model.module, {})
@@ -59,10 +62,12 @@ def _states(model: Model, padding: int) -> list[Any]:
     ids = [0] * padding + [1 + place % (model.vocab_size - 1) for place in range(_IDS)]
     options: dict[str, Any] = {model.cache_keyword: cache, "use_cache": True, "return_dict": True}
     if model.takes_positions:
-        places = [0] * padding + list(range(_IDS))
-        options["position_ids"] = torch.tensor([places], dtype=torch.long, device=device)
+        places = [[0] * padding + list(range(_IDS)), *[list(range(padding + _IDS))] * (batch - 1)]
+        options["position_ids"] = torch.tensor(places, dtype=torch.long, device=device)
     with torch.inference_mode(False), torch.no_grad():
-        mask = torch.tensor([[0] * padding + [1] * _IDS], dtype=torch.long, device=device)
-        model.module(input_ids=torch.tensor([ids], dtype=torch.long, device=device), attention_mask=mask, **options)
+        rows = [[0] * padding + [1] * _IDS, *[[1] * (padding + _IDS)] * (batch - 1)]
+        mask = torch.tensor(rows, dtype=torch.long, device=device)
+        given = torch.tensor([ids] * batch, dtype=torch.long, device=device)
+        model.module(input_ids=given, attention_mask=mask, **options)
     live = [one for index, layer in enumerate(cache.layers) for one in kind_of(layer, index).read(layer)]
-    return [tensor for role, tensor in live if role in ("conv", "recurrent")]
+    return [tensor[0] for role, tensor in live if role in ("conv", "recurrent")]
