@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 import kvsnap  # noqa: E402 - after the extras are known to be there
 from kvsnap import inspection  # noqa: E402
+from kvsnap.engines._tf_layers import KINDS as LAYERS  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.errors import InputError, UnsupportedError  # noqa: E402
 from kvsnap.layout import Snapshot  # noqa: E402
@@ -52,6 +53,17 @@ def model_of(kind: str) -> Any:
     return _models[kind]
 
 
+def generated(engine: TransformersEngine, cache: str, ids: Any, **options: Any) -> Any:
+    try:
+        return engine.model.generate(
+            ids, pad_token_id=0, return_dict_in_generate=True, **{engine._model.cache_keyword: engine.cache}, **options
+        )
+    except KeyError as error:
+        if cache != "static":
+            raise
+        pytest.skip(f"transformers {transformers.__version__} has no mask for it in a static cache: {error}")
+
+
 def padded(side: str = "left") -> tuple[Any, Any]:
     """The prompts as a rectangle with padding on one side, and their mask."""
     ids, mask = [], []
@@ -73,10 +85,7 @@ def batch(kind: str, cache: str = "dynamic") -> tuple[TransformersEngine, Any]:
     options = {"max_cache_len": 40} if cache == "static" else None
     engine = TransformersEngine(model, cache=cache, cache_options=options)
     ids, mask = padded()
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, pad_token_id=0,
-        **{engine._model.cache_keyword: engine.cache},
-    )  # fmt: skip
+    out = generated(engine, cache, ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False)
     engine.adopt(engine.cache, out.sequences, attention_mask=mask, **evaluated(engine.cache, WIDTH + STEPS - 1))
     return engine, out
 
@@ -243,6 +252,19 @@ def test_a_state_that_has_taken_up_padding_is_refused(kind: str, monkeypatch: py
     engine.capture(row=1)  # the one without padding
 
 
+def states_of(layer: Any) -> list[Any]:
+    live = LAYERS[type(layer).__name__].read(layer)
+    return [tensor for role, tensor in live if role in ("conv", "recurrent")]
+
+
+def apart(cache: Any, reference: TransformersEngine, prompt: list[int]) -> float:
+    """How far the states of a padded sequence are from those of the sequence alone."""
+    reference.prefill(prompt)
+    ids_of(reference, STEPS)
+    found, alone = ([s for x in one.layers for s in states_of(x)] for one in (cache, reference.cache))
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, alone, strict=True))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_padded_sequence_of_its_own_loses_its_padding(kind: str) -> None:
     model, prompt = model_of(kind), PROMPTS[2]
@@ -252,7 +274,14 @@ def test_a_padded_sequence_of_its_own_loses_its_padding(kind: str) -> None:
         ids[2:], attention_mask=mask[2:], max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True,
         pad_token_id=0, **{engine._model.cache_keyword: engine.cache},
     )  # fmt: skip
-    engine.adopt(engine.cache, out.sequences, attention_mask=mask[2:], **evaluated(engine.cache, WIDTH + STEPS - 1))
+    counts = evaluated(engine.cache, WIDTH + STEPS - 1)
+    try:
+        engine.adopt(engine.cache, out.sequences, attention_mask=mask[2:], **counts)
+    except UnsupportedError as error:  # before 5.24 nothing is masked in a batch of one
+        if kind not in STATES or "does not keep padding on the left out of its states" not in str(error):
+            raise
+        assert apart(out[engine._model.cache_keyword], reference, prompt) > ROUNDING
+        return
     assert engine.n_rows == len(prompt) + STEPS - 1
     reference.prefill(prompt)
     ids_of(reference, STEPS)
@@ -290,10 +319,9 @@ def test_one_snapshot_in_several_rows_goes_on_in_each_and_each_alone(kind: str, 
     given = torch.tensor([snapshot.tokens] * 3)
     mask = torch.ones_like(given)
     torch.manual_seed(5)
-    out = model.generate(
-        given, attention_mask=mask, do_sample=True, temperature=3.0, top_k=0, max_new_tokens=5, pad_token_id=0,
-        return_dict_in_generate=True, **{engine._model.cache_keyword: engine.cache},
-    )  # fmt: skip
+    out = generated(
+        engine, cache, given, attention_mask=mask, do_sample=True, temperature=3.0, top_k=0, max_new_tokens=5
+    )
     said = out.sequences[:, given.shape[1] :].tolist()
     assert len({tuple(row) for row in said}) == 3
     engine.adopt(
@@ -306,6 +334,7 @@ def test_one_snapshot_in_several_rows_goes_on_in_each_and_each_alone(kind: str, 
         other.install(one)
         reference = TransformersEngine(model)
         reference.install(snapshot)
+        reference.settle()
         for token in said[row]:
             reference.prefill([token])
         if kind != "index":

@@ -175,7 +175,10 @@ def _refuse_unsupported(module: Any, config: Any, cache: CacheKind, options: Map
     for index, layer in enumerate(layers):
         kind_of(layer, index)
     if cache.rows_as:
-        layers = CACHES[cache.rows_as].make(module, {}).layers
+        made, layers = layers, CACHES[cache.rows_as].make(module, {}).layers
+        for index, (layer, plain) in enumerate(zip(made, layers, strict=False)):
+            if hasattr(plain, "recurrent_states") and not hasattr(layer, "recurrent_states"):
+                raise UnsupportedError(f"layer {index}: a {type(layer).__name__} of this release keeps no states")
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind in _STATEFUL and not (index < len(layers) and hasattr(layers[index], "recurrent_states")):
             raise UnsupportedError(
