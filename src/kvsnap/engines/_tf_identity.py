@@ -64,6 +64,7 @@ def identity_of(
     progress: Progress | None = None,
     prefill_step: int = 0,
     cache_quantisation: str = "none",
+    cache: str = "dynamic",
 ) -> Identity:
     """Digest everything anew. Weights are read where they lie; those on a GPU pass through a copy, one at a time.
 
@@ -85,7 +86,7 @@ def identity_of(
         adapters=adapters,
         chat_template=_digest(_json(template).encode()) if template else "",
         engine="transformers",
-        runtime=_runtime(model, prefill_step, kernels),
+        runtime=_runtime(model, prefill_step, cache, kernels),
     )
 
 
@@ -269,7 +270,7 @@ def weights_stamp(module: Any) -> object:
     return tuple(stamp)
 
 
-def _runtime(model: Model, prefill_step: int, kernels: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _runtime(model: Model, prefill_step: int, cache: str, kernels: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     import torch
     import transformers
 
@@ -284,6 +285,7 @@ def _runtime(model: Model, prefill_step: int, kernels: Mapping[str, Any]) -> tup
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "prefill_step": prefill_step,
+        "cache": cache,
         "sdp": [enabled() for enabled in (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.math_sdp_enabled)],
         "autocast": [torch.is_autocast_enabled(kind) for kind in kinds],
         "mkl": os.environ.get("MKL_CBWR", ""),
