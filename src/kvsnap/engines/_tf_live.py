@@ -141,7 +141,7 @@ class LiveState:
         """Return the first and the last id of each pass that is made of `total` pending ones."""
         step = self._step
         cuts = [0, 1] if line.again and total else [0]
-        if self._model.cache.alone:
+        if self._model.cache.alone or self._model.starts_over:
             cuts += range(cuts[-1] + (1 if line.n_rows or line.again else step), total)
         else:
             cuts += range(cuts[-1] + step, total, step)

@@ -14,6 +14,7 @@ from kvsnap.engines._tf_encoder import FAMILIES, crossed_length, stand_in
 from kvsnap.engines._tf_geometry import attentions_of, geometry_of
 from kvsnap.engines._tf_layers import check_layer, cut, kind_of, learned, numpy_view, rows_of
 from kvsnap.engines._tf_parts import Geometry
+from kvsnap.engines._tf_states import starts_over
 from kvsnap.engines._tf_views import layer_at, layers_of
 from kvsnap.errors import InputError, UnsupportedError
 
@@ -50,6 +51,7 @@ class Model:
     cache_keyword: str
     keeps_logits: bool
     takes_positions: bool
+    starts_over: bool
     geometry: tuple[Geometry, ...]
     vocab_size: int
     context_limit: int | None
@@ -76,7 +78,8 @@ class Model:
         limits = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
         limit = next((found for name in limits if (found := getattr(config, name, None)) is not None), None)
         return Model(
-            module, config, keyword, "logits_to_keep" in parameters, "position_ids" in parameters, geometry,
+            module, config, keyword, "logits_to_keep" in parameters, "position_ids" in parameters,
+            starts_over(module), geometry,
             int(config.vocab_size), None if limit is None else int(limit), kind, options,
             bool(getattr(module.config, "is_encoder_decoder", False)),
         )  # fmt: skip

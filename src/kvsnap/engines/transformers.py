@@ -23,6 +23,7 @@ from kvsnap.engines._tf_live import live_of
 from kvsnap.engines._tf_model import Model, recognises
 from kvsnap.engines._tf_rope import rope_of
 from kvsnap.engines._tf_state import Line, check_ids, check_positions, check_room
+from kvsnap.engines._tf_views import layers_of
 from kvsnap.errors import ConflictError, InputError, UnsupportedError
 from kvsnap.identity import Identity
 from kvsnap.layout import Snapshot
@@ -238,5 +239,5 @@ class TransformersEngine(Encoding):
         return identity_of(
             self._model, self.tokenizer, cache_dtype=self._cache_dtype(), workers=self._workers, progress=progress,
             prefill_step=self._step, cache=cache_fact(self._live.cache),
-            cache_quantisation=cache_quantisation_of(self._live.cache.layers),
+            cache_quantisation=cache_quantisation_of(layers_of(self._live.cache)),
         )  # fmt: skip
