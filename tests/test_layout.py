@@ -173,6 +173,7 @@ def test_truncate_is_a_prefix_and_copies_nothing() -> None:
             assert not mine.nbytes or np.shares_memory(mine.array, theirs.array)
         assert (cut.logits is None) == (n < 6)  # they belong to the last row
         assert (cut.text is None) == (n < 8)
+        assert (cut.sampler is None) == (n < 8)  # it has drawn the last token, as in a session
         if cut.n_rows:
             assert cut.token_offset == int(cut.row_positions(0, 6)[-1]) + 1
         native.loads(native.dumps(cut))

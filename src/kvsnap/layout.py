@@ -298,9 +298,10 @@ class Snapshot:
     def truncate(self, n_tokens: int) -> Snapshot:
         """Return the first `n_tokens` tokens as a snapshot of its own (views, nothing is copied).
 
-        Logits are kept only when no row is cut. 0 leaves a snapshot without rows and without what is replaced. Raise
-        `InputError` outside 0..len(tokens), and before the rows of a partial capture; `UnsupportedError` that says
-        which layers cannot be cut there, and names the nearest lengths below and above that can be reached.
+        Logits are kept only when no row is cut, the sampler only when nothing is. 0 leaves a snapshot without rows and
+        without what is replaced. Raise `InputError` outside 0..len(tokens), and before the rows of a partial capture;
+        `UnsupportedError` that says which layers cannot be cut there, and names the nearest lengths below and above
+        that can be reached.
         """
         self._check_length(n_tokens)
         if n_tokens == len(self.tokens):
@@ -328,6 +329,7 @@ class Snapshot:
             else self.token_offset,
             positions=positions,
             logits=None if cut_rows else self.logits,
+            sampler=None,  # its random numbers stand where the last token was drawn
             text=None,
             shard=None if self.shard is None else self.shard.unproven(),
         )
