@@ -234,6 +234,17 @@ def test_the_sentences(path: Path) -> None:
         assert session.reach(20).limits == ()
 
 
+def test_no_sentence_is_said_of_a_window_that_is_whole(path: Path) -> None:
+    kinds = ["window8", "recurrent"]
+    with Session.open(path.parent / "alone.kvsnap") as session:
+        for n in range(1, 21):
+            session.append(snapshot_of_kinds(TOKENS[:n], kinds, start=session.n_rows))
+        session.compact(states=2)
+        reach = session.reach(12)
+        assert (reach.n_tokens, reach.above) == (0, 19)
+        assert reach.limits == ("layer 1: layers.1.recurrent (replaced) is stored at 19 tokens",)
+
+
 def test_static_tensors_are_those_of_the_first_turn(path: Path) -> None:
     def other(n: int, change: float, n_rows: int = 3) -> Snapshot:
         snapshot = snapshot_of_kinds(TOKENS[:n], ("grow", "static"))

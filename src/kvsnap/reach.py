@@ -184,7 +184,7 @@ class Ends:
     def _run(self, i: int, spec: TensorSpec) -> int:
         """Return the first row of the run without a gap that piece `i` ends with, or one that is far enough back."""
         per_row, known = spec.tokens_per_row, self._runs.setdefault(spec.id, {})
-        enough = self._rows_before(i) + 2 - spec.window if spec.window else 0
+        enough = self._rows_before(i) + 1 - spec.window if spec.window else 0
         passed: list[int] = []
         k, start = i, self.stops[i].n_rows // per_row
         while k not in known:
