@@ -273,6 +273,7 @@ class Session(_Counts):
                 raise ConflictError("the file changed since it was opened", path=self.path)
             self._journal = Journal(self.path, None, file)
             self._tokens = self._text = None
+        check_whole(file)
         return file.snapshot()
 
     # -- changing it --------------------------------------------------------------------------------------
@@ -322,9 +323,9 @@ class Session(_Counts):
         self._journal.check_writable()  # also where nothing is to be written: behind a failed sync, no retry succeeds
         now = self._now
         self._check_length(n_tokens)
+        n_tokens = self._nearest(n_tokens) if nearest else n_tokens
         if n_tokens == now.commit.n_tokens:
             return n_tokens
-        n_tokens = self._nearest(n_tokens) if nearest else n_tokens
         if n_tokens == 0:
             self._reset()
             return 0
