@@ -23,7 +23,8 @@ class Line:
     behind them. `select` are the columns of the cache that belong to it, in order; None: the first `n_rows`. `tokens`
     may be fewer than `n_rows + n_pending` where a foreign file kept the last ids only. `again` is True when the first
     pending id had been evaluated before: it takes a pass of its own, as a step does, so that what follows it is split
-    as it was.
+    as it was. The first `inexact_rows` rows came from a snapshot that was not exact: its `bound`, and how it was
+    `edited`, stay true of them.
     """
 
     tokens: tuple[int, ...] = ()
@@ -35,6 +36,9 @@ class Line:
     again: bool = False
     positions: tuple[PositionRun, ...] = ()
     offset: int | None = None
+    inexact_rows: int = 0
+    bound: float = 0.0
+    edited: str = ""
 
     @property
     def taken(self) -> int:
