@@ -268,6 +268,7 @@ class Session(_Counts):
             self._journal = Journal(self.path, None, file)
             self._tokens = self._text = None
         if n_tokens is None or n_tokens == self.n_tokens:
+            check_whole(file)
             return file.snapshot()
         self._check_length(n_tokens)
         return snapshot_of(file, cut_live(file, n_tokens))
@@ -321,9 +322,9 @@ class Session(_Counts):
         self._journal.check_writable()  # also where nothing is to be written: behind a failed sync, no retry succeeds
         now = self._now
         self._check_length(n_tokens)
+        n_tokens = self._nearest(n_tokens) if nearest else n_tokens
         if n_tokens == now.commit.n_tokens:
             return n_tokens
-        n_tokens = self._nearest(n_tokens) if nearest else n_tokens
         if n_tokens == 0:
             self._reset()
             return 0

@@ -38,7 +38,8 @@ def read_layers(model: Model, cache: Any, line: Line, row: int, start: int, dtyp
             for part, (_, tensor) in zip(geometry.parts, live, strict=False)
         ] or [(0 if spec.grows else None, _no_rows(spec)) for spec in specs]
         tensors = tuple(
-            Tensor(spec, array, start=first or 0) for spec, (first, array) in zip(specs, copies, strict=True)
+            Tensor(spec, array, start=first or 0, bound=_bound(line, spec, first or 0))
+            for spec, (first, array) in zip(specs, copies, strict=True)
         )
         layers.append(
             Layer(
@@ -47,6 +48,11 @@ def read_layers(model: Model, cache: Any, line: Line, row: int, start: int, dtyp
             )
         )  # fmt: skip
     return tuple(layers)
+
+
+def _bound(line: Line, spec: TensorSpec, first: int) -> float:
+    """Return how far values of a tensor may be off that holds rows of a snapshot that was not exact."""
+    return line.bound if spec.grows and first * spec.tokens_per_row < line.inexact_rows else 0.0
 
 
 def _copy(

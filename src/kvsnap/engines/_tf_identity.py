@@ -146,19 +146,23 @@ def _is_noise(name: str, family: str) -> bool:
 def _digests(
     tensors: Mapping[str, Any], used: Adapters, workers: int, progress: Progress | None
 ) -> tuple[tuple[WeightDigest, ...], tuple[AdapterDigest, ...]]:
-    total, done = sum(map(size_of, tensors.values())), 0
+    once = {id(tensor): (name, tensor) for name, tensor in tensors.items()}
+    total, done = sum(size_of(tensor) for _, tensor in once.values()), 0
+    found: dict[int, WeightDigest] = {}
     weights: list[WeightDigest] = []
     parts: dict[str, list[WeightDigest]] = {name: [] for name in used.used}
     with ThreadPoolExecutor(workers) as pool:
-        for name, digest in zip(tensors, pool.map(lambda named: digest_of(*named), tensors.items()), strict=True):
-            plain, adapters = used.place(name)
-            if adapters is None:
-                weights.append(replace(digest, name=plain))
-            for adapter in adapters or ():
-                parts[adapter].append(replace(digest, name=plain))
-            done += size_of(tensors[name])
+        for key, digest in zip(once, pool.map(lambda named: digest_of(*named), once.values()), strict=True):
+            found[key] = digest
+            done += size_of(once[key][1])
             if progress is not None:
                 progress(done, total)
+    for name, tensor in tensors.items():
+        plain, adapters = used.place(name)
+        if adapters is None:
+            weights.append(replace(found[id(tensor)], name=plain))
+        for adapter in adapters or ():
+            parts[adapter].append(replace(found[id(tensor)], name=plain))
     return tuple(sorted(weights, key=lambda w: w.name)), used.digests(parts)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvsnap.editing import EDITED
 from kvsnap.engines._tf_layers import kind_of, layer_at, numpy_view
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_parts import Geometry, Part, state
@@ -176,6 +177,8 @@ def _line_of(snapshot: Snapshot, *, prefix: bool) -> Line:
     line = Line(
         snapshot.tokens, tuple(snapshot.runs), snapshot.n_rows, snapshot.n_pending, logits, positions=positions,
         offset=None if snapshot.token_offset == behind else snapshot.token_offset,
+        inexact_rows=snapshot.n_rows if snapshot.bound else 0, bound=snapshot.bound,
+        edited=snapshot.metadata.get(EDITED, ""),
     )  # fmt: skip
     if line.n_rows and not line.n_pending and logits is None and not prefix:
         if not line.tokens:
