@@ -178,9 +178,19 @@ _LIST = (
     ),
     Family(
         "t5",
-        {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
+        {
+            "vocab_size": 256,
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 128,
+            "num_layers": 3,
+            "num_heads": 4,
+            "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": False,
+        },
         drops=tuple(_COMMON),
         auto="AutoModelForSeq2SeqLM",
+        seed=8,
     ),
     Family(
         "whisper",
@@ -194,7 +204,7 @@ _LIST = (
             "encoder_ffn_dim": 64,
             "decoder_ffn_dim": 64,
             "max_source_positions": 16,
-            "max_target_positions": 64,
+            "max_target_positions": CONTEXT,
             "pad_token_id": 0,
             "bos_token_id": 1,
             "eos_token_id": 2,
@@ -202,6 +212,7 @@ _LIST = (
         },
         drops=tuple(_COMMON),
         auto="AutoModelForSpeechSeq2Seq",
+        seed=4,
     ),
     Family("minimax_m2", {"num_local_experts": 2, "num_experts_per_tok": 1, "rotary_dim": 8}),
     Family(
