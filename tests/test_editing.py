@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -274,6 +275,18 @@ def test_rows_that_cannot_be_removed_are_refused_by_layer(name: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         needs_rope(made, [(2, 4)])
     assert remove(rotated(), [(2, 4)], rope=Rope(FREQUENCIES)).n_rows == 8  # the control
+
+
+def test_positions_without_rows_are_not_looked_at_one_by_one() -> None:
+    """A file of 1 KB can count two thousand million positions that it does not hold."""
+    made = replace(snapshot(TOKENS), layers=(), n_rows=2**31 - 1, positions=(PositionRun(0, 2**31 - 1),))
+    tracemalloc.start()
+    for call in (remove, needs_rope):
+        with pytest.raises(UnsupportedError, match="too many positions to edit"):
+            call(made, [(2, 4)])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
 
 
 def test_keys_that_cannot_be_rotated_are_refused_and_it_is_said_what_to_give() -> None:

@@ -17,6 +17,9 @@ pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
 import kvsnap  # noqa: E402 - after the extras are known to be there
+from kvsnap.engines._tf_adapters import Adapters  # noqa: E402
+from kvsnap.engines._tf_identity import _digests  # noqa: E402
+from kvsnap.engines._tf_weights import named_tensors  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.errors import CompatibilityError, UnsupportedError  # noqa: E402
 from kvsnap.identity import Identity, compare  # noqa: E402
@@ -224,6 +227,43 @@ def test_tied_weights_keep_their_names() -> None:
         assert differing(plain, identity(model)) == ["adapters"]
         with model.disable_adapter():
             assert identity(model) == plain
+
+
+class Gated(torch.nn.Module):  # type: ignore[misc]
+    """Two matrices of one shape as parameters of one module, as experts have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = (torch.nn.Parameter(torch.full((2, 4, 4), x)) for x in (0.5, 0.25))
+
+    def forward(self, x: Any) -> Any:
+        return torch.sigmoid(x @ self.gate[0]) * (x @ self.up[1])
+
+
+def on_parameters(*names: str) -> Any:
+    model = torch.nn.Sequential(Gated()).eval()
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=[f"0.{name}" for name in names])
+    return draw(peft.get_peft_model(model, config), 1)
+
+
+def digests(model: Any) -> Any:
+    return _digests(dict(named_tensors(model)), Adapters.of(model), 1, None)
+
+
+def test_the_parameter_that_an_adapter_is_for_counts() -> None:
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    up, gate = on_parameters("up"), on_parameters("gate")
+    assert not torch.equal(up(x), gate(x)), "the control: the same numbers in another place"
+    assert digests(up)[0] == digests(gate)[0]
+    assert digests(up)[1] != digests(gate)[1]
+    assert digests(up) == digests(on_parameters("up"))
+    both = on_parameters("up", "gate")
+    before, saved = both(x), digests(both)
+    for kind in ("lora_A", "lora_B"):
+        one, two = (value for name, value in both.named_parameters() if kind in name)
+        one.data, two.data = two.data, one.data
+    assert not torch.equal(both(x), before), "the control: two adapters that changed places"
+    assert digests(both)[1] != saved[1]
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

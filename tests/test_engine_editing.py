@@ -200,6 +200,31 @@ def test_an_edited_snapshot_goes_on_and_is_never_called_exact(dtype: str, tmp_pa
     assert exact.exact  # the control
 
 
+@pytest.mark.parametrize("lossy", ["edited", "q8"])
+def test_what_an_engine_was_given_stays_an_approximation_when_it_is_captured_again(lossy: str, tmp_path: Path) -> None:
+    engine, made = captured(tiny_llama(), LONG[:60])
+    given = kvsnap.remove(made, [(20, 30)], engine=engine) if lossy == "edited" else made
+    kvsnap.save(given, tmp_path / "given.kvsnap", codec="q8" if lossy == "q8" else None)
+    given = kvsnap.load(tmp_path / "given.kvsnap")
+    assert given.bound
+    kvsnap.restore(given, engine)
+    engine.step()
+    for _ in range(2):
+        again = kvsnap.capture(engine)
+        assert {t.bound for t in again.tensors()} == {given.bound}
+        assert again.metadata == given.metadata
+        done = kvsnap.restore(again, engine)
+        assert not done.exact
+        engine.step()
+    later = kvsnap.capture(engine, start=again.n_rows)  # what the engine has made since is what it held
+    assert later.bound == 0
+    assert later.metadata == {}
+    engine.reset()
+    engine.prefill(LONG[:9])
+    assert kvsnap.capture(engine).bound == 0
+    assert kvsnap.capture(engine).metadata == {}
+
+
 @new_rope
 def test_kept_positions_go_on_behind_the_gap(tmp_path: Path) -> None:
     model = tiny_llama()

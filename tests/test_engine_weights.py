@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,7 +20,7 @@ import kvsnap  # noqa: E402 - after the extras are known to be there
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.errors import CompatibilityError, UnsupportedError  # noqa: E402
 from kvsnap.identity import Identity, compare  # noqa: E402
-from tiny_models import ByteTokenizer, save_tiny, tiny_llama  # noqa: E402
+from tiny_models import ByteTokenizer, save_tiny, tiny_llama, tiny_qwen3  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -147,12 +150,32 @@ def attach(name: str, value: Any) -> Any:
     return model
 
 
+class Scale:
+    def __init__(self, scale: Any) -> None:
+        self.scale = scale
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.scale
+
+
+def scaling(scale: Any) -> Callable[[Any], Any]:
+    return lambda x: x * scale
+
+
 HELD: dict[str, Callable[[float], Any]] = {
     "a tensor": lambda x: torch.full((2,), x),
     "in a list": lambda x: [torch.zeros(2), torch.full((2,), x)],
     "in a table": lambda x: {"scale": torch.full((2,), x), "group": 8},
     "beside it in a table": lambda x: {"scale": torch.zeros(2), "group": x},
     "in an object": lambda x: SimpleNamespace(inner=SimpleNamespace(scale=torch.full((2,), x))),
+    "far down in lists": lambda x: [[[[[[[torch.full((2,), x)]]]]]]],
+    "in a queue": lambda x: deque([torch.full((2,), x)]),
+    "in what can be called": lambda x: Scale(torch.full((2,), x)),
+    "in a method": lambda x: Scale(torch.full((2,), x)).__call__,
+    "in a partial call": lambda x: functools.partial(torch.mul, torch.full((2,), x)),
+    "in a function": lambda x: scaling(torch.full((2,), x)),
+    "an array": lambda x: np.full((2,), x),
+    "in an array of objects": lambda x: np.array([None, torch.full((2,), x)], dtype=object),
     "in modules in a list": lambda x: [torch.nn.Linear(1, 1), _filled(x)],
 }
 
@@ -175,6 +198,48 @@ def test_tensors_kept_as_attributes_count(kind: str) -> None:
     names = differing(saved, identity(attach("own", HELD[kind](2.0))))
     assert names
     assert all(n.startswith("weights: layer 1 ") and "own" in n for n in names)
+
+
+@pytest.mark.parametrize("kind", ["in a set", "without end"])
+def test_tensors_that_cannot_be_told_apart_by_a_name_are_refused(kind: str) -> None:
+    held: Any = torch.zeros(2)
+    if kind == "in a set":
+        held = {held}
+    for _ in range(100 if kind == "without end" else 0):
+        held = [held]
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp\.own.* (in no order|deeper than anybody looks)"):
+        identity(attach("own", held))
+
+
+@pytest.mark.parametrize("what", ["a weight", "a layer", "a buffer"])
+def test_what_shares_a_weight_with_which_counts(what: str) -> None:
+    """The same numbers under the same first names, and another model."""
+
+    def made(source: int) -> Any:
+        model = tiny_llama(num_hidden_layers=3)
+        layers = model.model.layers
+        if what == "a weight":
+            layers[2].mlp.up_proj.weight = layers[source].mlp.up_proj.weight
+        elif what == "a layer":
+            layers[2].mlp = layers[source].mlp
+        else:
+            for i in range(2):
+                layers[i].mlp.register_buffer("own", torch.full((2,), float(i)))
+            layers[2].mlp.register_buffer("own", layers[source].mlp.own)
+        return model
+
+    names = differing(identity(made(0)), identity(made(1)))
+    assert names
+    assert all(n.startswith("weights: layer 2 ") for n in names)
+    assert identity(made(0)) == identity(made(0))
+
+
+def test_a_head_that_shares_the_embedding_goes_without_a_name() -> None:
+    names = [w.name for w in identity(tiny_qwen3()).weights]
+    assert "lm_head.weight" not in names
+    model = tiny_qwen3()
+    model.model.layers[0].mlp.embedding = model.model.embed_tokens.weight
+    assert "model.layers.0.mlp.embedding" in [w.name for w in identity(model).weights]
 
 
 def test_an_attribute_that_is_a_parameter_elsewhere_is_listed_once() -> None:

@@ -43,7 +43,7 @@ from kvsnap.layout import Snapshot, Tensor  # noqa: E402
 from test_engine_exactness import one_thread  # noqa: E402
 from tiny_models import tiny_llama  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 DTYPES = ("float32", "bfloat16")
 REFUSED = {

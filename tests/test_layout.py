@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -113,6 +114,28 @@ def test_a_shared_layer_answers_with_the_one_it_shares() -> None:
     assert same(native.loads(native.dumps(s)), s) == []
 
 
+def test_a_head_of_rows_for_very_many_positions_takes_little_memory() -> None:
+    """A file of a few KB can count two thousand million positions, and hold a row for every million of them."""
+    n_rows, per_row = 2**31 - 1, 2**20
+    held = n_rows // per_row
+    tensors = tuple(
+        Tensor(spec(i, 0, role, 1, 2, "float32", tokens_per_row=per_row), np.zeros((1, held, 2), np.float32))
+        for i, role in enumerate("kv")
+    )
+    layer = Layer(index=0, kind="attention", tensors=tensors)
+    runs = (PositionRun(5, per_row + 1), PositionRun(2**40, n_rows - per_row - 1))
+    for positions, third in (((), 2 * per_row), (runs, 2**40 + per_row - 1)):
+        s = replace(snapshot((1, 2)), layers=(layer,), n_rows=n_rows, positions=positions)
+        tracemalloc.start()
+        head = s.head(0, 0)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert head is not None
+        assert len(head.positions) == held
+        assert head.positions[2] == third
+        assert peak < 2**20
+
+
 def test_a_latent_layer_answers_as_one_head() -> None:
     kinds = {"latent": 6, "rope": 2}
     tensors = tuple(
@@ -173,6 +196,7 @@ def test_truncate_is_a_prefix_and_copies_nothing() -> None:
             assert not mine.nbytes or np.shares_memory(mine.array, theirs.array)
         assert (cut.logits is None) == (n < 6)  # they belong to the last row
         assert (cut.text is None) == (n < 8)
+        assert (cut.sampler is None) == (n < 8)  # it has drawn the last token, as in a session
         if cut.n_rows:
             assert cut.token_offset == int(cut.row_positions(0, 6)[-1]) + 1
         native.loads(native.dumps(cut))

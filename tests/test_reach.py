@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,17 @@ def test_the_sentences(path: Path) -> None:
         assert session.reach(20).limits == ()
 
 
+def test_no_sentence_is_said_of_a_window_that_is_whole(path: Path) -> None:
+    kinds = ["window8", "recurrent"]
+    with Session.open(path.parent / "alone.kvsnap") as session:
+        for n in range(1, 21):
+            session.append(snapshot_of_kinds(TOKENS[:n], kinds, start=session.n_rows))
+        session.compact(states=2)
+        reach = session.reach(12)
+        assert (reach.n_tokens, reach.above) == (0, 19)
+        assert reach.limits == ("layer 1: layers.1.recurrent (replaced) is stored at 19 tokens",)
+
+
 def test_static_tensors_are_those_of_the_first_turn(path: Path) -> None:
     def other(n: int, change: float, n_rows: int = 3) -> Snapshot:
         snapshot = snapshot_of_kinds(TOKENS[:n], ("grow", "static"))
@@ -296,6 +308,41 @@ def test_compacting_can_leave_the_states_of_earlier_turns(path: Path, kinds: tup
             short.check(session.load())
             session.rewind(5)
     assert verify(copy).ok
+
+
+def test_an_end_whose_state_was_left_out_is_not_taken_for_whole(tmp_path: Path) -> None:
+    """The last commit of a compacted file is damaged, and the turn before it has no state any more."""
+    path, damaged = tmp_path / "a.kvsnap", tmp_path / "damaged.kvsnap"
+    with Session.open(path) as session:
+        for n in (4, 8, 13):
+            session.append(snapshot_of_kinds(TOKENS[:n], STATES, start=session.n_rows))
+    whole = bytearray(path.read_bytes())
+    with Session.open(path) as session:
+        session.compact(states=1)
+    for raw, nearest in ((bytearray(path.read_bytes()), 0), (whole, 8)):
+        raw[-100] ^= 1
+        damaged.write_bytes(raw)
+        with Session.open(damaged) as session:
+            assert session.n_tokens == 8
+            assert session.tokens == TOKENS[:8]
+            reach = session.reach(8)
+            assert (reach.n_tokens, reach.reached) == (nearest, nearest == 8)
+            out = tmp_path / f"{nearest}.kvsnap"
+            if nearest:  # the control: with its state it comes back, and can be copied and repaired
+                assert session.load().n_rows == 8
+                session.fork(out)
+                assert repair(damaged, tmp_path / "repaired.kvsnap").n_tokens == 8
+                continue
+            for call in (session.load, lambda: native.load(damaged), partial(session.fork, out)):
+                with pytest.raises(UnsupportedError, match=r"commit 2 is not stored .* nearest reachable length is 0"):
+                    call()
+            with pytest.raises(DamagedError, match=r"state at the end is not stored, .* 8 ids can be kept"):
+                repair(damaged, out)
+            report = repair(damaged, out, keep_tokens=True)
+            assert (report.n_tokens, report.n_rows, report.complete) == (8, 0, False)
+            assert native.load(out).pending == TOKENS[:8]
+            assert session.truncate(8, nearest=True) == 0
+            assert session.load().tokens == ()
 
 
 def test_the_next_position_of_an_earlier_turn_is_never_left_out(path: Path) -> None:

@@ -21,10 +21,10 @@ from kvsnap.formats.native.fork import at_commit, fork_file
 from kvsnap.formats.native.survey import Survey
 from kvsnap.formats.native.turns import walk
 from kvsnap.identity import Identity
-from kvsnap.layout import Snapshot
+from kvsnap.layout import PositionRun, Snapshot
 from kvsnap.records import HEADER_SIZE, RECORD_SIZE, Kind, read_record_header, record_end
 from kvsnap.session import Session
-from synthetic import DATA, SAMPLER, same, snapshot, tiny, tiny_bytes
+from synthetic import DATA, SAMPLER, same, snapshot, snapshot_of_kinds, tiny, tiny_bytes
 from test_native_hostile import CASES, two_turns
 
 IDS = tuple(range(21, 81))
@@ -490,6 +490,44 @@ def test_rows_without_their_recurrent_state_are_given_up(tmp_path: Path) -> None
     case.check(report)
     report = case.flipped(place, keep_tokens=True)
     assert (report.n_tokens, report.n_rows, report.n_pending) == (6, 3, 3)
+
+
+@pytest.mark.parametrize("n_rows", [8, 9])  # what is left of the last group of 4 has no row at 8
+def test_ids_behind_the_damage_follow_what_the_layers_have_that_is_replaced(tmp_path: Path, n_rows: int) -> None:
+    ids, kinds = tuple(range(10, 30)), ["grow", "recurrent", "buffer"]
+    first = snapshot_of_kinds(ids[: n_rows + 1], kinds, n_pending=1, sampler=SAMPLER)
+    with Session.open(tmp_path / "made.kvsnap") as session:
+        session.append(first)
+        session.append(snapshot_of_kinds(ids, kinds, start=n_rows, sampler=SAMPLER))
+    case = Case(tmp_path, (tmp_path / "made.kvsnap").read_bytes())
+    report = case.flipped(case.part(Kind.SPAN, 1, 0), keep_tokens=True)
+    assert (report.n_tokens, report.n_rows, report.n_pending) == (20, n_rows, 20 - n_rows)
+    expected = {t.name: t.array.tobytes() for t in first.tensors()}
+    with Session.open(case.out) as session:
+        made = session.load()
+        assert {t.name: t.array.tobytes() for t in made.tensors()} == expected
+        assert made.logits is None
+        assert made.sampler is None
+        session.append(snapshot_of_kinds((*ids, 7), kinds, start=n_rows))
+        assert session.reach(20).reached
+        session.truncate(20)
+        assert {t.name: t.array.tobytes() for t in session.load().tensors()} == expected
+
+
+def test_ids_behind_the_damage_go_on_at_the_position_that_comes_next(tmp_path: Path) -> None:
+    with Session.open(tmp_path / "made.kvsnap") as session:
+        session.append(replace(snapshot(IDS[:4], n_pending=1), token_offset=100))
+        positions = (PositionRun(0, 3), PositionRun(100, 3))
+        session.append(replace(snapshot(IDS[:6], start=3), positions=positions, token_offset=103))
+    case = Case(tmp_path, (tmp_path / "made.kvsnap").read_bytes())
+    case.flipped(case.part(Kind.SPAN, 1, 0), keep_tokens=True)
+    with Session.open(case.out) as session:
+        assert session.load().token_offset == 100
+        session.truncate(5)
+        assert session.load().token_offset == 100
+        session.append(replace(snapshot((*IDS[:5], 8), start=3), positions=positions, token_offset=103))
+        session.truncate(5)
+        assert session.load().token_offset == 100
 
 
 def test_a_damaged_note_is_dropped(case: Case) -> None:

@@ -204,6 +204,35 @@ def test_truncate_to_the_end_of_a_turn_brings_the_turn_back(path: Path) -> None:
         assert session.load().sampler is None
 
 
+def test_a_cut_of_ids_that_are_not_evaluated_leaves_the_position_that_comes_next(path: Path) -> None:
+    first = replace(snapshot(TOKENS[:8], n_pending=3), token_offset=100)
+    later = (PositionRun(0, 5), PositionRun(100, 5))
+    with Session.open(path) as session:
+        session.append(first)
+        for n in (7, 6):
+            session.truncate(n)
+            assert session.load().token_offset == first.truncate(n).token_offset == 100
+        session.append(replace(snapshot(TOKENS[:10], start=5), positions=later, token_offset=105))
+        session.fork(path.with_name("fork.kvsnap"), n_tokens=6)
+        session.truncate(7)  # a row is cut: what comes next follows the last one that stays
+        assert session.load().token_offset == 102
+        for n in (6, 5):
+            session.truncate(n)
+            assert session.load().token_offset == 100
+        session.truncate(4)
+        assert session.load().token_offset == 4
+    assert native.load(path.with_name("fork.kvsnap")).token_offset == 100
+
+
+def test_what_one_turn_does_not_know_of_the_cache_nobody_knows(path: Path) -> None:
+    known = replace(IDENTITY, cache_quantisation='{"bits":4}')
+    for i, identities in enumerate([(IDENTITY, known), (known, IDENTITY)]):
+        with Session.open(path.with_name(f"{i}.kvsnap")) as session:
+            for n, identity in enumerate(identities, 1):
+                session.append(snapshot(TOKENS[: 2 * n], identity=identity))
+            assert session.identity.cache_quantisation == ""
+
+
 def test_turns_that_add_no_token_do_not_hide_what_follows(path: Path) -> None:
     first, later = snapshot(TOKENS[:5]), snapshot(TOKENS[:10])
     with Session.open(path) as session:

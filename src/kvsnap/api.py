@@ -18,6 +18,7 @@ from kvsnap.formats import colikv
 from kvsnap.identity import Compatibility, compare
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine, Progress, Token
+from kvsnap.session import Session
 from kvsnap.shards import join, split
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "remove",
     "repair",
     "restore",
+    "reuse",
     "save",
     "split",
     "sweep",
@@ -53,9 +55,10 @@ _COLIBRI_KEEPS_FREE = 9
 class Restored:
     """What a restore did.
 
-    `reused` tokens came from the file, `recomputed` had to be evaluated again. `exact` promises that ids and logits go
-    on bit-identical to the run that was never interrupted; when it is False, `notes` say why. Times are seconds:
-    `identity_s` hashing the weights of the live model, `install_s` reading, checking and installing.
+    `reused` tokens came from the file, `recomputed` had to be evaluated again (by `reuse`: all that it evaluated).
+    `exact` promises that ids and logits go on bit-identical to the run that was never interrupted; when it is False,
+    `notes` say why. Times are seconds: `identity_s` hashing the weights of the live model, `install_s` reading,
+    checking and installing.
     """
 
     reused: int
@@ -130,6 +133,7 @@ def restore(
     sampler: Sampler | None = None,
     draft_reserve: int = 0,
     non_finite: Literal["allow", "refuse"] = "allow",
+    rows: int = 1,
     progress: Progress | None = None,
 ) -> Restored:
     """Put a snapshot into an engine in place of what it holds; on any error the engine is as before.
@@ -138,7 +142,7 @@ def restore(
     `CompatibilityError` with the report, unless its field is named in `accept`; then the result is not exact. More
     tokens than the context raise `ContextError`. `sampler` replaces the saved settings and random state. What was saved
     with NaN or infinite values in it comes back with them; `non_finite="refuse"` looks first, and raises `FormatError`
-    naming layer and tensor.
+    naming layer and tensor. `rows` makes a batch of so many equal sequences, for the user's own `generate`.
     """
     if not isinstance(snapshot, Snapshot):
         raise InputError(
@@ -152,7 +156,7 @@ def restore(
     identified = time.perf_counter()
     if non_finite == "refuse":
         _refuse_non_finite(snapshot)
-    installed = engine.install(_placed(snapshot, engine), progress, cast="dtype" in accept)
+    installed = engine.install(_placed(snapshot, engine), progress, cast="dtype" in accept, rows=rows)
     finished = time.perf_counter()
     if sampler is not None:
         engine.sampler = sampling.start(sampler)
@@ -191,6 +195,82 @@ def inexact_because(snapshot: Snapshot) -> str:
     if snapshot.tokens and not snapshot.n_pending and snapshot.logits is None:
         return "no logits are stored, so the last row is evaluated again"
     return ""
+
+
+def reuse(
+    source: Snapshot | Session,
+    engine: Engine,
+    ids: Sequence[int],
+    *,
+    accept: Sequence[str] = (),
+    min_reuse: int = 1,
+    non_finite: Literal["allow", "refuse"] = "allow",
+    progress: Progress | None = None,
+) -> Restored:
+    """Put the longest stored beginning of `ids` into an engine, and evaluate the rest behind it, as one prompt.
+
+    Of a snapshot it is a beginning that every layer can be cut to, of a session also the end of an earlier turn.
+    Afterwards all ids are evaluated and the logits of the next token are there; where everything was stored with its
+    logits no pass is made. `reused` and `recomputed` count the ids of both kinds. Identity is checked as in `restore`.
+    Not exact where a turn is cut inside: the rows kept were evaluated together with others.
+
+    Raise `InputError` where fewer than `min_reuse` ids can be reused (with 0 everything is evaluated, and a note says
+    so) and for ids outside the vocabulary, `ContextError` where they do not fit, before anything has changed; else as
+    `restore`. When the pass over the rest fails the engine holds what was stored.
+    """
+    wanted = _ids(ids)
+    wrong = next((i for i in wanted if not 0 <= i < engine.vocab_size), None)
+    if not wanted or wrong is not None:
+        raise InputError("ids to reuse a beginning of", expected=f"one or more of 0 to {engine.vocab_size - 1}",
+                         found="none" if wrong is None else wrong)  # fmt: skip
+    started = time.perf_counter()
+    snapshot, same = _beginning(source, wanted)
+    found = engine.identity(progress)
+    report = compare(snapshot.identity, found, accept=accept, needed=len(wanted), limit=engine.context_limit)
+    report.raise_if_refused()
+    if snapshot.n_rows < min_reuse:
+        raise InputError(
+            f"of {len(wanted)} ids {same} begin what is stored, and {snapshot.n_rows} of them can be reused",
+            expected=f"min_reuse: {min_reuse} or more", found=snapshot.n_rows,
+        )  # fmt: skip
+    if non_finite == "refuse":
+        _refuse_non_finite(snapshot)
+    identified = time.perf_counter()
+    evaluated, rest, reused = engine.evaluated, wanted[len(snapshot.tokens) :], snapshot.n_rows
+    notes = [str(f) for f in report.fields if f.level != "advice" and f.verdict != "match"][:8]
+    if not reused:
+        engine.warm(wanted, progress)
+        notes.append("nothing could be reused: all ids were evaluated")
+    else:
+        placed = _placed(snapshot, engine)
+        notes += engine.install(placed, progress, cast="dtype" in accept, prefix=bool(rest)).notes
+        if rest or snapshot.n_pending:
+            engine.prefill(rest)
+    inside = reused > 0 and snapshot.logits is None and not snapshot.n_pending
+    reason = "" if inside else inexact_because(snapshot)
+    if inside:
+        reason = f"cut at {reused} tokens, inside of what was evaluated together: the last bits can differ"
+    return Restored(
+        reused=reused, recomputed=engine.evaluated - evaluated, exact=report.exact and not reason, report=report,
+        notes=(*notes, reason) if reason else tuple(notes), identity_s=identified - started,
+        install_s=time.perf_counter() - identified,
+    )  # fmt: skip
+
+
+def _beginning(source: Snapshot | Session, ids: tuple[int, ...]) -> tuple[Snapshot, int]:
+    """Return the longest beginning of `ids` that can be gone on from, and how many ids are the same."""
+    whole = source.load() if isinstance(source, Session) else source
+    if not isinstance(whole, Snapshot):
+        raise InputError("reuse takes a snapshot or a session", found=type(source).__name__)
+    stored = whole.tokens if len(whole.tokens) == whole.n_rows + whole.n_pending else ()  # else the first are not known
+    same = next((i for i, (a, b) in enumerate(zip(stored, ids, strict=False)) if a != b), min(len(stored), len(ids)))
+    # Where all ids are stored, but not the logits behind the last, that one is evaluated again.
+    for length in (same, len(ids) - 1) if same == len(ids) else (same,):
+        nearest = source.reach(length).n_tokens if stored else 0
+        found = source.load(nearest) if isinstance(source, Session) else whole.truncate(nearest)
+        if len(found.tokens) < len(ids) or found.logits is not None or found.n_pending:
+            break
+    return found, same
 
 
 def _refuse_non_finite(snapshot: Snapshot) -> None:

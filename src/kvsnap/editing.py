@@ -23,6 +23,8 @@ __all__ = ["EDITED", "Rope", "needs_rope", "remove"]
 EDITED = "edited"
 """Name under which the metadata of an edited snapshot tells what was removed."""
 
+MOST_ROWS = 2**24
+"""A file may count rows that it does not hold; an edit looks at each."""
 Places = npt.NDArray[np.int64]
 _UNROTATED = ("v", "latent")
 _FIXED = ("cross_k", "cross_v")
@@ -136,6 +138,8 @@ def _checked(snapshot: Snapshot, spans: Sequence[tuple[int, int]]) -> list[tuple
         raise InputError("a partial capture cannot be edited", found=f"rows from {snapshot.row_start}")
     if snapshot.shard is not None:
         raise InputError("a shard cannot be edited: join it with the others first", found=snapshot.shard)
+    if snapshot.n_rows > MOST_ROWS:
+        raise UnsupportedError("too many positions to edit", expected=f"at most {MOST_ROWS}", found=snapshot.n_rows)
     if snapshot.n_rows + snapshot.n_pending < len(snapshot.tokens):
         raise InputError("the counts of the snapshot contradict each other", found=snapshot)
     wanted: list[tuple[int, int]] = []

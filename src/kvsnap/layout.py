@@ -263,6 +263,16 @@ class Snapshot:
             at += r.count
         return np.concatenate(pieces)
 
+    def _positions_at(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the positions of these rows, which are far apart where one row stands for many positions."""
+        if not self.positions:
+            return rows
+        stops = np.cumsum([run.count for run in self.positions], dtype=np.int64)
+        moved = np.array([run.start for run in self.positions], dtype=np.int64) - np.append(0, stops[:-1])
+        inside = rows[rows < stops[-1]]
+        found: npt.NDArray[np.int64] = inside + moved[np.searchsorted(stops, inside, side="right")]
+        return found
+
     def head(self, layer: int, head: int) -> Head | None:
         """Return keys and values of one head as float32 copies, or None where the layer has no such head.
 
@@ -281,8 +291,8 @@ class Snapshot:
         values = entry.tensor_of_head("v", head) or entry.tensor_of_head("rope", head)
         if keys is None or values is None or not keys[0].spec.shape[-1]:
             return None
-        first, per_row = keys[0].start, keys[0].spec.tokens_per_row
-        positions = self.row_positions(first * per_row, (first + keys[0].n_rows) * per_row)[::per_row]
+        rows = np.arange(keys[0].start, keys[0].start + keys[0].n_rows, dtype=np.int64) * keys[0].spec.tokens_per_row
+        positions = self._positions_at(rows)
         return Head(_head_rows(*keys), _head_rows(*values), positions)
 
     def _quantised_head(self, entry: Layer, head: int) -> Head | None:
@@ -317,9 +327,10 @@ class Snapshot:
     def truncate(self, n_tokens: int) -> Snapshot:
         """Return the first `n_tokens` tokens as a snapshot of its own (views, nothing is copied).
 
-        Logits are kept only when no row is cut. 0 leaves a snapshot without rows and without what is replaced. Raise
-        `InputError` outside 0..len(tokens), and before the rows of a partial capture; `UnsupportedError` that says
-        which layers cannot be cut there, and names the nearest lengths below and above that can be reached.
+        Logits are kept only when no row is cut, the sampler only when nothing is. 0 leaves a snapshot without rows and
+        without what is replaced. Raise `InputError` outside 0..len(tokens), and before the rows of a partial capture;
+        `UnsupportedError` that says which layers cannot be cut there, and names the nearest lengths below and above
+        that can be reached.
         """
         self._check_length(n_tokens)
         if n_tokens == len(self.tokens):
@@ -347,6 +358,7 @@ class Snapshot:
             else self.token_offset,
             positions=positions,
             logits=None if cut_rows else self.logits,
+            sampler=None,  # its random numbers stand where the last token was drawn
             text=None,
             shard=None if self.shard is None else self.shard.unproven(),
         )

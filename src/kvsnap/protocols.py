@@ -131,14 +131,23 @@ class Engine(Protocol):
         are digested. Changes nothing live.
         """
 
-    def install(self, snapshot: Snapshot, progress: Progress | None = None, *, cast: bool = False) -> Installed:
+    def install(
+        self,
+        snapshot: Snapshot,
+        progress: Progress | None = None,
+        *,
+        cast: bool = False,
+        rows: int = 1,
+        prefix: bool = False,
+    ) -> Installed:
         """Put a snapshot in place of the live sequence, atomically.
 
         Everything is read and checked into fresh memory, then swapped in; on any error the live state is as before.
         Identity is the caller's business (`kvsnap.restore` checks it); geometry is checked here: layer count, shapes,
         dtypes, ids against the vocabulary, context. The snapshot is not changed by later steps. Without stored logits
-        and with nothing pending, the last row is given up and evaluated again (`recomputed` 1). Random state and
-        settings of the sampler are restored when the snapshot has them.
+        and with nothing pending, the last row is given up and evaluated again (`recomputed` 1); with `prefix` it stays,
+        because ids are prefilled next. `rows` puts it into so many rows of a batch. Random state and settings of the
+        sampler are restored when the snapshot has them.
         """
 
     def warm(self, ids: Sequence[int], progress: Progress | None = None) -> None:

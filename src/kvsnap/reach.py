@@ -111,12 +111,11 @@ class Ends:
     def end_of(self, n_tokens: int) -> int | None:
         """Return the number of the last piece that ends at `n_tokens` and comes back whole; None where there is none.
 
-        The last piece of all does whatever it has.
+        A layer that needs a state has none where nothing was evaluated yet.
         """
         i = bisect_right(self.tokens, n_tokens) - 1
-        last = i == len(self.tokens) - 1
         while i >= 0 and self.tokens[i] == n_tokens:
-            if self.stops[i].state or not self.stateful or last:
+            if self.stops[i].state or not self.stateful or not self.stops[i].n_rows:
                 return i
             i -= 1
         return None
@@ -184,7 +183,7 @@ class Ends:
     def _run(self, i: int, spec: TensorSpec) -> int:
         """Return the first row of the run without a gap that piece `i` ends with, or one that is far enough back."""
         per_row, known = spec.tokens_per_row, self._runs.setdefault(spec.id, {})
-        enough = self._rows_before(i) + 2 - spec.window if spec.window else 0
+        enough = self._rows_before(i) + 1 - spec.window if spec.window else 0
         passed: list[int] = []
         k, start = i, self.stops[i].n_rows // per_row
         while k not in known:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from kvsnap import codecs
 from kvsnap.errors import ConflictError, InputError
 from kvsnap.files import Appender, Reader, absolute, write_whole
+from kvsnap.formats.native import turns as turning
+from kvsnap.formats.native.assemble import snapshot_of
 from kvsnap.formats.native.base import Base
 from kvsnap.formats.native.copy import CompactReport, CopyReport, check_alone, copy_session, replace_compacted
 from kvsnap.formats.native.fork import at_commit
@@ -25,18 +27,7 @@ from kvsnap.formats.native.live import check_whole, cut_live, ends_of, reach_of
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.schema import Geometry
 from kvsnap.formats.native.tables import Commit, Entry, Operation
-from kvsnap.formats.native.turns import (
-    Turn,
-    check_continues,
-    check_static,
-    codes_before,
-    merged_geometry,
-    merged_identity,
-    new_text,
-    requantised,
-    walk,
-    write_turn,
-)
+from kvsnap.formats.native.turns import Turn
 from kvsnap.formats.native.vault import refuse_encrypted
 from kvsnap.formats.native.write import SaveReport, check_counts, report_of
 from kvsnap.identity import Identity
@@ -187,7 +178,7 @@ class _Counts:
         with closing(opened) as reader:
             turns = [
                 Turn(c.number, c.operation_name, c.complete, c.n_tokens, c.n_rows, c.time_ns, offset)
-                for c, offset in walk(now.commit, now.footer.commit_offset, header, reader)
+                for c, offset in turning.walk(now.commit, now.footer.commit_offset, header, reader)
             ]
         return tuple(reversed(turns))
 
@@ -259,23 +250,28 @@ class Session(_Counts):
 
     # -- what is there ------------------------------------------------------------------------------------
 
-    def load(self) -> Snapshot:
+    def load(self, n_tokens: int | None = None) -> Snapshot:
         """Return the state at the last commit; tensors are read, and checked, when they are first used.
 
-        Opened for reading only, this moves the session to what was published meanwhile.
+        With `n_tokens` it is what `truncate` to that length would leave; the session stays as it is. Opened for reading
+        only, this moves the session to what was published meanwhile. Raise for a length as `truncate` does.
         """
         with self._turns:
             self._settle(ended=False)
-            return self._load()
+            return self._load(n_tokens)
 
-    def _load(self) -> Snapshot:
+    def _load(self, n_tokens: int | None) -> Snapshot:
         file = NativeFile.open(self.path, mapped=False)
         if file.end.footer != self._now.footer:
             if self._journal.appender is not None:
                 raise ConflictError("the file changed since it was opened", path=self.path)
             self._journal = Journal(self.path, None, file)
             self._tokens = self._text = None
-        return file.snapshot()
+        if n_tokens is None or n_tokens == self.n_tokens:
+            check_whole(file)
+            return file.snapshot()
+        self._check_length(n_tokens)
+        return snapshot_of(file, cut_live(file, n_tokens))
 
     # -- changing it --------------------------------------------------------------------------------------
 
@@ -295,12 +291,14 @@ class Session(_Counts):
         check_counts(snapshot, known=self.n_tokens)
         codec_name = codecs.codec_of_name(codec or "exact").name
         now = self._now.restarted()
-        check_continues(now, snapshot, lambda: self.tokens, self.path)
-        geometry, identity = merged_geometry(now, snapshot, self.path), merged_identity(now, snapshot)
-        check_static(now, snapshot, self._file)
-        text, before = self._new_text(snapshot), codes_before(now, snapshot, self._file)
+        turning.check_continues(now, snapshot, lambda: self.tokens, self.path)
+        geometry, identity = turning.merged_geometry(now, snapshot, self.path), turning.merged_identity(now, snapshot)
+        turning.check_static(now, snapshot, self._file)
+        text, before = self._new_text(snapshot), turning.codes_before(now, snapshot, self._file)
         with self._journal.writing() as writer:
-            commit, entry, parts = write_turn(now, writer, snapshot, text, geometry, identity, codec_name, progress)
+            commit, entry, parts = turning.write_turn(
+                now, writer, snapshot, text, geometry, identity, codec_name, progress
+            )
             commit = replace(commit, complete=complete)
             self._tokens = self._text = None  # an interrupt may come right behind the commit
             written = self._journal.publish(
@@ -310,7 +308,7 @@ class Session(_Counts):
         self._tokens, self._text = snapshot.tokens, snapshot.text
         file_id = self._journal.header.file_id
         report = report_of(snapshot, parts, nbytes=written, path=self.path, commit=self.n_commits, file_id=file_id)
-        return replace(report, requantised=requantised(before, parts, snapshot))
+        return replace(report, requantised=turning.requantised(before, parts, snapshot))
 
     @changes
     def truncate(self, n_tokens: int, *, nearest: bool = False) -> int:
@@ -324,9 +322,9 @@ class Session(_Counts):
         self._journal.check_writable()  # also where nothing is to be written: behind a failed sync, no retry succeeds
         now = self._now
         self._check_length(n_tokens)
+        n_tokens = self._nearest(n_tokens) if nearest else n_tokens
         if n_tokens == now.commit.n_tokens:
             return n_tokens
-        n_tokens = self._nearest(n_tokens) if nearest else n_tokens
         if n_tokens == 0:
             self._reset()
             return 0
@@ -446,4 +444,6 @@ class Session(_Counts):
         self.close()
 
     def _new_text(self, snapshot: Snapshot) -> tuple[int | None, str] | None:
-        return None if snapshot.text is None else new_text(self._history()[1] if self.n_tokens else "", snapshot.text)
+        if snapshot.text is None:
+            return None
+        return turning.new_text(self._history()[1] if self.n_tokens else "", snapshot.text)

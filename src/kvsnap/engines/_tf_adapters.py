@@ -76,6 +76,8 @@ class Adapters:
                 plain.append(part)
         if owner is None:
             return ".".join(plain), None
+        if of := getattr(owner.part, "parameter_name", None):  # wrappers of a module may stand around one another
+            plain.append(f"of {of}")
         whose = next((part for part in names if part in owner.held), None)
         if whose is None:
             return ".".join(plain), owner.used  # a tensor that all adapters of a layer share

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvsnap.engines._tf_caches import CACHES, refuse_offloading
 from kvsnap.engines._tf_capture import check_unpadded
-from kvsnap.engines._tf_layers import kind_of, layer_at, layers_of, numpy_view, rows_of
+from kvsnap.engines._tf_layers import kind_of, layer_at, layers_of, numpy_view, rows_of, tensors_of
 from kvsnap.engines._tf_model import Model
+from kvsnap.engines._tf_padding import check_state
 from kvsnap.engines._tf_state import Line, check_ids, check_room, straightened
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.layout import PositionRun, Run, join_positions, join_runs
@@ -61,7 +63,8 @@ def lines_in(
         check_room(0, max(line.taken, line.next_position + line.n_pending), model.context_limit)
         # The logits belong to the last row; where that is padding, they say nothing about this sequence.
         fits = scores is not None and n_rows > 0 and bool(keep[row][n_rows - 1])
-        lines.append(_with_logits(line, scores[row] if fits and scores is not None else None))
+        own = scores[row] if fits and scores is not None else None
+        lines.append(_with_logits(line, own) if _goes_back(line, model) else replace(line, logits=own))
     return tuple(lines)
 
 
@@ -85,21 +88,20 @@ def only_rows(cache: Any, line: Line, model: Model) -> Any:
         kind, geometry = kind_of(layer, index), model.geometry[index]
         target, total = layer_at(fresh, index), kind.rows(layer) or 0
         live = []
-        for part, (role, tensor) in zip(geometry.parts, kind.read(layer), strict=False):
-            check_unpadded(part, columns, total, f"layer {index}: {role}")
-            axis = tensor.ndim - len(part.axes) + part.row_axis
-            if part.growth == "replaced" and part.row_axis >= 0 and tensor.shape[axis]:
-                raise UnsupportedError(f"layer {index}: {part.name} has padding in it, which cannot be taken out again")
-            if part.row_axis >= 0 and part.growth != "replaced" and line.n_rows:
-                hidden = total - int(tensor.shape[axis])
-                kept = [column - hidden for column in columns if column >= hidden]
-                if len(kept) < part.needed(len(columns)):
-                    raise UnsupportedError(f"layer {index}: padding took the place of rows in the window")
-                live.append((role, tensor.index_select(axis, _index(kept, tensor))))
+        for part, (role, tensor) in zip(geometry.parts, tensors_of(layer, index, geometry), strict=False):
+            what = f"layer {index}: {part.name or role}"
+            check_unpadded(part, columns, total, what)
+            if part.growth == "replaced" and part.row_axis >= 0 and tensor.shape[1 + part.row_axis]:
+                raise UnsupportedError(f"{what} has padding in it, which cannot be taken out again")
+            if part.row_axis < 0 or part.growth == "replaced" or part.tokens_per_row != 1:
+                check_state(model, line, part, what, 1)
+                live.append((role, tensor))
                 continue
-            if columns and columns[-1] - columns[0] + 1 != len(columns):
-                raise UnsupportedError(f"layer {index}: {role} has padding in it, which cannot be taken out again")
-            live.append((role, tensor))
+            hidden = total - int(tensor.shape[1 + part.row_axis])
+            kept = [column - hidden for column in columns if column >= hidden]
+            if len(kept) < part.needed(len(columns)):
+                raise UnsupportedError(f"layer {index}: padding took the place of rows in the window")
+            live.append((role, tensor.index_select(1 + part.row_axis, _index(kept, tensor))))
         kind.write(target, tuple(live), len(columns))
     return fresh
 
@@ -112,12 +114,14 @@ def _index(columns: list[int], like: Any) -> Any:
 
 def _check_cache(cache: Any, model: Model, evaluated: int | None) -> tuple[int, int]:
     """Return rows and batch size of a cache whose layers are all known and agree."""
-    classes = model.cache.classes
-    if type(cache).__name__ not in classes:
+    classes, found = model.cache.classes, type(cache).__name__
+    if found not in classes:
+        other = next((name for name, kind in CACHES.items() if found in kind.classes), None)
+        advice = "" if other is None else f"; connect(model, cache={other!r}) takes it"
         raise UnsupportedError(
-            f"a {type(cache).__name__} is not supported by this engine", expected=" or ".join(classes),
-            found=type(cache).__name__,
-        )  # fmt: skip
+            f"a {found} is not supported by this engine{advice}", expected=" or ".join(classes), found=found
+        )
+    refuse_offloading(cache)
     rows, n_layers = rows_of(cache), len(model.geometry)
     counted = {count for count in rows if count is not None}
     if len(counted) > 1 or (rows and len(rows) != n_layers):
@@ -187,7 +191,13 @@ def _line(ids: Ids, keep: Mask, n_rows: int, columns: int) -> Line:
     prompt = int(keep[:columns].sum())
     runs = join_runs((), (Run("prompt", prompt), Run("generated", len(tokens) - prompt)))
     own = None if len(select) == n_rows else tuple(select.tolist())
-    return Line(tokens, runs, len(select), len(tokens) - len(select), None, own)
+    return Line(tokens, runs, len(select), len(tokens) - len(select), None, own, columns=n_rows)
+
+
+def _goes_back(line: Line, model: Model) -> bool:
+    """Tell whether the last row of a sequence can be given up: no state took it up, no window lost one for it."""
+    parts = [part for geometry in model.geometry for part in geometry.parts]
+    return not any(p.growth == "replaced" or (p.growth == "window" and line.n_rows >= p.window) for p in parts)
 
 
 def _with_logits(line: Line, logits: npt.NDArray[Any] | None) -> Line:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvsnap.engines._tf_layers import copy_rows, dtype_of, kind_of, layer_at, layers_of, tensors_of
 from kvsnap.engines._tf_model import Model
+from kvsnap.engines._tf_padding import check_state
 from kvsnap.engines._tf_parts import Part
 from kvsnap.engines._tf_state import Line
 from kvsnap.errors import UnsupportedError
@@ -26,7 +27,6 @@ def read_layers(model: Model, cache: Any, line: Line, row: int, start: int, dtyp
     """
     if not all(geometry.is_known for geometry in model.geometry):
         return ()
-    columns = range(line.n_rows) if line.select is None else line.select
     layers: list[Layer] = []
     for index, geometry in enumerate(model.geometry):
         layer = layer_at(cache, index)
@@ -34,11 +34,12 @@ def read_layers(model: Model, cache: Any, line: Line, row: int, start: int, dtyp
         live, total = tensors_of(layer, index, geometry), kind_of(layer, index).rows(layer) or 0
         # A layer that holds nothing yet has no tensors to copy, and its geometry is known all the same.
         copies = [
-            _copy(tensor, row, part, columns, start, total, f"layer {index}: {part.role}")
+            _copy(model, tensor, row, part, line, start, total, f"layer {index}: {part.role}")
             for part, (_, tensor) in zip(geometry.parts, live, strict=False)
         ] or [(0 if spec.grows else None, _no_rows(spec)) for spec in specs]
         tensors = tuple(
-            Tensor(spec, array, start=first or 0) for spec, (first, array) in zip(specs, copies, strict=True)
+            Tensor(spec, array, start=first or 0, bound=_bound(line, spec, first or 0))
+            for spec, (first, array) in zip(specs, copies, strict=True)
         )
         layers.append(
             Layer(
@@ -49,8 +50,13 @@ def read_layers(model: Model, cache: Any, line: Line, row: int, start: int, dtyp
     return tuple(layers)
 
 
+def _bound(line: Line, spec: TensorSpec, first: int) -> float:
+    """Return how far values of a tensor may be off that holds rows of a snapshot that was not exact."""
+    return line.bound if spec.grows and first * spec.tokens_per_row < line.inexact_rows else 0.0
+
+
 def _copy(
-    tensor: Any, row: int, part: Part, columns: Sequence[int], start: int, total: int, what: str
+    model: Model, tensor: Any, row: int, part: Part, line: Line, start: int, total: int, what: str
 ) -> tuple[int | None, npt.NDArray[Any]]:
     """Return the first row and the rows of a part of one sequence, or None and a state.
 
@@ -58,17 +64,17 @@ def _copy(
     """
     if part.growth == "static":
         return 0, copy_rows(tensor, row, slice(None), -1)
-    seen = columns[-1] + 1 if columns else 0
+    columns = range(line.n_rows) if line.select is None else line.select
     check_unpadded(part, columns, total, what)
     if part.growth == "replaced" and part.row_axis >= 0 and tensor.shape[1 + part.row_axis] and len(columns) != total:
         raise UnsupportedError(
             f"{what} has padding in it, which cannot be taken out again", expected=len(columns), found=total
         )
     if part.row_axis < 0 or part.growth == "replaced":
-        if len(columns) and seen - columns[0] != len(columns):
-            raise UnsupportedError(f"{what} has padding behind its first token in it, which cannot be taken out again")
+        check_state(model, line, part, what, int(tensor.shape[0]))
         return None, copy_rows(tensor, row, slice(None), -1)
     if part.tokens_per_row != 1:
+        check_state(model, line, part, what, int(tensor.shape[0]))
         first = start // part.tokens_per_row
         return first, copy_rows(tensor, row, slice(first, None), part.row_axis)
     # The columns that the tensor holds are the last ones of those that the whole batch has taken.

@@ -64,6 +64,7 @@ def identity_of(
     progress: Progress | None = None,
     prefill_step: int = 0,
     cache_quantisation: str = "none",
+    cache: str = "dynamic",
 ) -> Identity:
     """Digest everything anew. Weights are read where they lie; those on a GPU pass through a copy, one at a time.
 
@@ -85,7 +86,7 @@ def identity_of(
         adapters=adapters,
         chat_template=_digest(_json(template).encode()) if template else "",
         engine="transformers",
-        runtime=_runtime(model, prefill_step, kernels),
+        runtime=_runtime(model, prefill_step, cache, kernels),
     )
 
 
@@ -145,19 +146,23 @@ def _is_noise(name: str, family: str) -> bool:
 def _digests(
     tensors: Mapping[str, Any], used: Adapters, workers: int, progress: Progress | None
 ) -> tuple[tuple[WeightDigest, ...], tuple[AdapterDigest, ...]]:
-    total, done = sum(map(size_of, tensors.values())), 0
+    once = {id(tensor): (name, tensor) for name, tensor in tensors.items()}
+    total, done = sum(size_of(tensor) for _, tensor in once.values()), 0
+    found: dict[int, WeightDigest] = {}
     weights: list[WeightDigest] = []
     parts: dict[str, list[WeightDigest]] = {name: [] for name in used.used}
     with ThreadPoolExecutor(workers) as pool:
-        for name, digest in zip(tensors, pool.map(lambda named: digest_of(*named), tensors.items()), strict=True):
-            plain, adapters = used.place(name)
-            if adapters is None:
-                weights.append(replace(digest, name=plain))
-            for adapter in adapters or ():
-                parts[adapter].append(replace(digest, name=plain))
-            done += size_of(tensors[name])
+        for key, digest in zip(once, pool.map(lambda named: digest_of(*named), once.values()), strict=True):
+            found[key] = digest
+            done += size_of(once[key][1])
             if progress is not None:
                 progress(done, total)
+    for name, tensor in tensors.items():
+        plain, adapters = used.place(name)
+        if adapters is None:
+            weights.append(replace(found[id(tensor)], name=plain))
+        for adapter in adapters or ():
+            parts[adapter].append(replace(found[id(tensor)], name=plain))
     return tuple(sorted(weights, key=lambda w: w.name)), used.digests(parts)
 
 
@@ -269,7 +274,7 @@ def weights_stamp(module: Any) -> object:
     return tuple(stamp)
 
 
-def _runtime(model: Model, prefill_step: int, kernels: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _runtime(model: Model, prefill_step: int, cache: str, kernels: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     import torch
     import transformers
 
@@ -284,6 +289,7 @@ def _runtime(model: Model, prefill_step: int, kernels: Mapping[str, Any]) -> tup
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "prefill_step": prefill_step,
+        "cache": cache,
         "sdp": [enabled() for enabled in (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.math_sdp_enabled)],
         "autocast": [torch.is_autocast_enabled(kind) for kind in kinds],
         "mkl": os.environ.get("MKL_CBWR", ""),

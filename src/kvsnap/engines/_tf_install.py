@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvsnap.editing import EDITED
 from kvsnap.engines._tf_layers import kind_of, layer_at, numpy_view
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_parts import Geometry, Part, state
@@ -22,10 +23,11 @@ __all__ = ["build_cache", "check_snapshot", "is_encoded"]
 _HELD_TWICE = 256 << 20
 
 
-def check_snapshot(snapshot: Snapshot, model: Model, dtype: str, *, cast: bool) -> Line:
+def check_snapshot(snapshot: Snapshot, model: Model, dtype: str, *, cast: bool, prefix: bool = False) -> Line:
     """Compare a snapshot with a model; raise an error that names the layer and both values. Reads no tensor but logits.
 
-    Return the sequence that can go on from it: without logits and with nothing pending its last row is given up.
+    Return the sequence that can go on from it: without logits and with nothing pending its last row is given up, unless
+    it is the `prefix` of ids to come.
     """
     if snapshot.row_start != 0:
         raise InputError(
@@ -41,12 +43,13 @@ def check_snapshot(snapshot: Snapshot, model: Model, dtype: str, *, cast: bool) 
     check_ids(snapshot.tokens, model.vocab_size, n_rows + n_pending - stored)
     check_room(0, n_rows + n_pending, model.context_limit)
     check_room(0, snapshot.token_offset + n_pending, model.context_limit)
+    check_room(0, n_rows + n_pending, model.room(model.fresh_cache()), "the static cache")
     if snapshot.logits is not None and snapshot.logits.shape != (model.vocab_size,):
         raise CompatibilityError(
             "the stored logits do not fit the vocabulary",
             expected=[model.vocab_size], found=list(snapshot.logits.shape),
         )  # fmt: skip
-    line = _line_of(snapshot)
+    line = _line_of(snapshot, prefix=prefix)
     if n_rows == 0 and not is_encoded(snapshot) and (not snapshot.layers or model.encodes):
         return line
     if len(snapshot.layers) != len(model.geometry):
@@ -167,15 +170,17 @@ def _check_layer(layer: Layer, geometry: Geometry, index: int, dtype: str, n_row
         check_sizes(layer, geometry.parts, n_rows)
 
 
-def _line_of(snapshot: Snapshot) -> Line:
+def _line_of(snapshot: Snapshot, *, prefix: bool) -> Line:
     logits = None if snapshot.logits is None else np.array(snapshot.logits.array)
     positions = straightened(snapshot.positions)
     behind = positions[-1].start + positions[-1].count if positions else snapshot.n_rows
     line = Line(
         snapshot.tokens, tuple(snapshot.runs), snapshot.n_rows, snapshot.n_pending, logits, positions=positions,
         offset=None if snapshot.token_offset == behind else snapshot.token_offset,
+        inexact_rows=snapshot.n_rows if snapshot.bound else 0, bound=snapshot.bound,
+        edited=snapshot.metadata.get(EDITED, ""),
     )  # fmt: skip
-    if line.n_rows and not line.n_pending and logits is None:
+    if line.n_rows and not line.n_pending and logits is None and not prefix:
         if not line.tokens:
             raise InputError("the snapshot has neither logits nor the last token, so there is nothing to go on from")
         return line.without_last_row()
@@ -183,11 +188,18 @@ def _line_of(snapshot: Snapshot) -> Line:
 
 
 def build_cache(
-    snapshot: Snapshot, model: Model, dtype: Any, n_rows: int, workers: int, progress: Progress | None = None
+    snapshot: Snapshot,
+    model: Model,
+    dtype: Any,
+    n_rows: int,
+    workers: int,
+    progress: Progress | None = None,
+    batch: int = 1,
 ) -> Any:
     """Read what is needed for the first `n_rows` rows into memory of its own, on the device of each layer.
 
-    Return it as a cache. Raise what the tensors raise when their bytes are damaged; nothing else has changed then.
+    Return it as a cache of `batch` equal sequences. Raise what the tensors raise when their bytes are damaged; nothing
+    else has changed then.
     """
     cache = model.fresh_cache()
     if n_rows == 0 and not is_encoded(snapshot):
@@ -200,7 +212,7 @@ def build_cache(
     read = iter(_read(wanted, workers, progress))
     for index, pairs in enumerate(layers):
         target = layer_at(cache, index)
-        live = tuple((part.role, _used(next(read), tensor, part, n_rows)) for tensor, part in pairs)
+        live = tuple((part.role, _times(_used(next(read), tensor, part, n_rows), batch)) for tensor, part in pairs)
         kind_of(target, index).write(target, live, n_rows)
     return cache
 
@@ -208,6 +220,11 @@ def build_cache(
 def _needed(tensor: Tensor, part: Part, n_rows: int) -> Tensor:
     """Return a tensor, of a window without what lies far before it: a session keeps every row that it was handed."""
     return tensor.since(n_rows - part.needed(n_rows)) if part.growth == "window" else tensor
+
+
+def _times(tensor: Any, batch: int) -> Any:
+    """Return `[1, ...]` as `[batch, ...]`, each in memory of its own."""
+    return tensor if batch == 1 else tensor.repeat(batch, *(1 for _ in tensor.shape[1:]))
 
 
 def _used(memory: Any, tensor: Tensor, part: Part, n_rows: int) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from kvsnap.engines._tf_parts import Geometry, Part, state
 from kvsnap.engines._tf_states import COPIED as STATES_COPIED
 from kvsnap.engines._tf_states import KEPT as STATES_KEPT
 from kvsnap.engines._tf_states import linear_read, linear_write
+from kvsnap.engines._tf_static import STATIC, STATIC_INDEXED, STATIC_WINDOW, copy_into
 from kvsnap.engines._tf_views import CrossLayer, MixedLayer, crossed, drop_layers, layer_at, layers_of, mixed
 from kvsnap.errors import UnsupportedError
 from kvsnap.tensors import numpy_dtype
@@ -103,7 +104,8 @@ class Undo:
     """What puts the layers of a cache back as they are now, whatever a pass does to them.
 
     Layers that only grow are cut, so that nothing is held twice; of others what they refer to is kept, and a copy of
-    what a pass writes over. `put_back` may be called again when it was interrupted, and allocates nothing.
+    what a pass writes over, which is put back into the same memory. `put_back` may be called again when it was
+    interrupted, and allocates nothing.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -122,13 +124,29 @@ class Undo:
             if kind.drop is not None:
                 kind.drop(layer, n_rows)
             for name, value in kept.items():
-                setattr(layer, name, dict(value) if isinstance(value, dict) else value)
+                setattr(layer, name, _restored(value))
+
+
+class _Content(NamedTuple):
+    tensor: Any
+    copy: Any
 
 
 def _kept(value: Any, copied: bool) -> Any:
     if isinstance(value, dict):
         return {key: _kept(inner, copied) for key, inner in value.items()}
-    return value.clone() if copied and hasattr(value, "clone") else value
+    return _Content(value, value.clone()) if copied and hasattr(value, "clone") else value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _restored(inner) for key, inner in value.items()}
+    if not isinstance(value, _Content):
+        return value
+    if value.tensor.is_inference():  # nothing may write to it out here
+        return value.copy
+    copy_into(value.tensor, value.copy)
+    return value.tensor
 
 
 # -- tensors against their description -----------------------------------------------------------------------------
@@ -138,8 +156,8 @@ def tensors_of(layer: Any, index: int, geometry: Geometry) -> Live:
     """Return the live tensors of a layer with the roles and axes that its geometry tells; () while it holds nothing."""
     import torch
 
-    live = kind_of(layer, index).read(layer)
-    named = []
+    kind = kind_of(layer, index)
+    live, named = kind.read(layer), []
     for place, (role, tensor) in enumerate(live):
         part = geometry.parts[place] if place < len(geometry.parts) else None
         # transformers gives the rows of latent attention an axis of one head.
@@ -147,6 +165,9 @@ def tensors_of(layer: Any, index: int, geometry: Geometry) -> Live:
         found = tensor[:, 0] if bare else tensor
         if part is not None and part.held and part.dtype and not found.numel():
             found = found.to(getattr(torch, part.dtype))  # of what is not there yet a layer knows no dtype
+        if kind.spare and part is not None and part.growth == "window":
+            first = int(found.shape[1 + part.row_axis]) - part.needed(kind.rows(layer) or 0)
+            found = found[(slice(None),) * (1 + part.row_axis) + (slice(max(0, first), None),)]
         named.append((role if part is None else part.role, found))
     return tuple(named)
 
@@ -338,8 +359,9 @@ def _window_cut(layer: Any, n_rows: int) -> None:
             f"a window of {layer.sliding_window} does not hold the rows before position {n_rows} any more",
             expected=f"0 or {first + layer.sliding_window - 1} to {seen}", found=n_rows,
         )  # fmt: skip
-    _attention_cut(layer, n_rows - first if n_rows else 0)
-    layer.cumulative_length = n_rows
+    # One step, for an interrupt between two would leave rows that do not fit their count.
+    kept = (layer.keys[..., : n_rows - first, :], layer.values[..., : n_rows - first, :]) if n_rows else (None, None)
+    vars(layer).update(keys=kept[0], values=kept[1], cumulative_length=n_rows, is_initialized=n_rows > 0)
 
 
 # -- states that every pass makes anew, alone or beside keys and values; layers that keep nothing -----------------
@@ -370,7 +392,8 @@ def _beside(kind: LayerKind) -> LayerKind:
         linear_write(layer, live[2:])
 
     kept = (*kind.kept, *STATES_KEPT)
-    return LayerKind(read, write, kind.rows, _states_cut, kind.drop, kept, STATES_COPIED)
+    copied = (*kind.copied, *STATES_COPIED)
+    return LayerKind(read, write, kind.rows, _states_cut, kind.drop, kept, copied, spare=kind.spare)
 
 
 _DYNAMIC = LayerKind(_attention_read, _attention_write, _attention_rows, _attention_cut, _attention_cut)
@@ -395,6 +418,11 @@ KINDS: dict[str, LayerKind] = {
     "QuantoQuantizedLayer": _QUANTISED,
     "HQQQuantizedLayer": _QUANTISED,
     "Fp8QuantizedLayer": _QUANTISED,
+    "StaticLayer": STATIC,
+    "StaticIndexedLayer": STATIC_INDEXED,
+    "StaticSlidingWindowLayer": STATIC_WINDOW,
+    "LinearAttentionAndStaticFullAttentionLayer": _beside(STATIC),
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer": _beside(STATIC_WINDOW),
     "DummyLayer": LayerKind(lambda _: (), lambda *_: None, _no_rows, lambda *_: None),
     "MiniMaxM3VLSparseCacheLayer": with_index(_DYNAMIC),
     **COMPRESSED,

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvsnap.engines._tf_layers import Undo, marks_of, rows_of
 from kvsnap.engines._tf_model import Model
+from kvsnap.engines._tf_rewind import Cut
 from kvsnap.engines._tf_state import Line, Live, check_room
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.layout import EncoderInput, SamplerState
@@ -33,7 +34,7 @@ class LiveState:
         self._model = model
         self._step = prefill_step
         self._live = live_of(model.fresh_cache(), (Line(),), start())
-        self._undo: tuple[Live, Undo] | None = None
+        self._undo: tuple[Live, Undo | Cut] | None = None
 
     @property
     def sampler(self) -> SamplerState:
@@ -41,6 +42,7 @@ class LiveState:
 
     @sampler.setter
     def sampler(self, state: SamplerState) -> None:
+        self._mend()
         self._live = replace(self._live, sampler=state)
 
     @property
@@ -56,8 +58,14 @@ class LiveState:
         return self._line().n_pending
 
     @property
+    def rows(self) -> int:
+        """Sequences in the live cache; more than one after a batch was adopted or a snapshot went into several rows."""
+        return len(self._live.lines)
+
+    @property
     def context_limit(self) -> int | None:
-        return self._model.context_limit
+        limits = (self._model.context_limit, self._model.room(self._live.cache))
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def vocab_size(self) -> int:
@@ -139,5 +147,8 @@ class LiveState:
             cuts += range(cuts[-1] + step, total, step)
         return [pair for pair in pairwise((*cuts, total)) if pair[0] < pair[1]]
 
-    def _check_room(self, line: Line, more: int) -> None:
-        check_room(max(line.taken, line.next_position + line.n_pending), more, self.context_limit)
+    def _check_room(self, line: Line, more: int, *, placed: bool = False) -> None:
+        """Raise `ContextError` where `more` ids do not fit; with `placed` their positions were checked already."""
+        behind = max(line.taken, line.next_position + line.n_pending)
+        check_room(behind, 0 if placed else more, self._model.context_limit)
+        check_room(line.taken, more, self._model.room(self._live.cache), "the static cache")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
 
-from kvsnap.engines._tf_caches import CacheKind, cache_kind
+from kvsnap.engines._tf_caches import CACHES, CacheKind, cache_kind
 from kvsnap.engines._tf_encoder import FAMILIES, crossed_length, stand_in
 from kvsnap.engines._tf_geometry import attentions_of, geometry_of
 from kvsnap.engines._tf_layers import check_layer, cut, kind_of, learned, numpy_view, rows_of
@@ -42,7 +42,8 @@ def recognises(model: object) -> bool:
 class Model:
     """A supported model: the module that is called, its text settings, and how its forward wants to be called.
 
-    `geometry` is what each layer keeps, as far as it is known; the first pass tells the rest.
+    `geometry` is what each layer keeps, as far as it is known; the first pass tells the rest. `masks_padding` tells
+    whether its states take no notice of padding on the left, in a batch of several and of one, once it was looked into.
     """
 
     module: Any
@@ -57,6 +58,7 @@ class Model:
     cache: CacheKind
     cache_options: Mapping[str, Any]
     encodes: bool = False
+    masks_padding: dict[bool, bool] = field(default_factory=dict)
 
     @staticmethod
     def of(model: Any, cache: str = "dynamic", cache_options: Mapping[str, Any] | None = None) -> Model:
@@ -85,6 +87,17 @@ class Model:
     def fresh_cache(self) -> Any:
         """Return a cache that holds nothing."""
         return self.cache.make(self.module, self.cache_options)
+
+    def room(self, cache: Any) -> int | None:
+        """Return the rows that a cache has memory for; None where it grows."""
+        windows = [max((part.window for part in geometry.parts), default=0) for geometry in self.geometry]
+        limits = [
+            int(layer.max_cache_len)
+            for layer, window in zip(layers_of(cache), windows, strict=False)
+            # A window that is as long as it should be goes on for ever.
+            if hasattr(layer, "max_cache_len") and not 0 < window <= layer.max_cache_len
+        ]
+        return min(limits, default=None)
 
     def dtype(self) -> Any:
         """Return the torch dtype that the weights are in now, which is that of the cache."""
@@ -160,10 +173,11 @@ class Model:
         with torch.inference_mode(False), torch.no_grad():
             device = _device(embedding, self.module.device)
             given = torch.tensor([list(ids)], dtype=torch.long, device=device)
-            if positions is not None:
-                if not self.takes_positions:
-                    raise UnsupportedError(f"{type(self.module).__name__}.forward takes no position_ids")
-                options["position_ids"] = torch.tensor([list(positions)], dtype=torch.long, device=device)
+            if positions is not None and not self.takes_positions:
+                raise UnsupportedError(f"{type(self.module).__name__}.forward takes no position_ids")
+            if self.takes_positions:  # as generate does: not every model counts them from what its cache holds
+                places = range(n_rows, n_rows + len(ids)) if positions is None else positions
+                options["position_ids"] = torch.tensor([list(places)], dtype=torch.long, device=device)
             options["decoder_input_ids" if self.encodes else "input_ids"] = given
             found = self.module(**options).logits[0, -1]
             if self.encodes and bool(found.isnan().any()):
@@ -222,6 +236,11 @@ def _refuse_unsupported(module: Any, config: Any, cache: CacheKind, options: Map
     layers = layers_of(cache.make(module, options))
     for index, layer in enumerate(layers):
         kind_of(layer, index)
+    if cache.rows_as:
+        made, layers = layers, CACHES[cache.rows_as].make(module, {}).layers
+        for index, (layer, plain) in enumerate(zip(made, layers, strict=False)):
+            if hasattr(plain, "recurrent_states") and not hasattr(layer, "recurrent_states"):
+                raise UnsupportedError(f"layer {index}: a {type(layer).__name__} of this release keeps no states")
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if (
             family not in cache.families

@@ -32,7 +32,9 @@ class Line:
     behind them. `select` are the columns of the cache that belong to it, in order; None: the first `n_rows`. `tokens`
     may be fewer than `n_rows + n_pending` where a foreign file kept the last ids only. `again` is True when the first
     pending id had been evaluated before: it takes a pass of its own, as a step does, so that what follows it is split
-    as it was.
+    as it was. `columns` counts those of the cache that were evaluated, in a batch: a state has taken up all of them.
+    The first `inexact_rows` rows came from a snapshot that was not exact: its `bound`, and how it was `edited`, stay
+    true of them.
     """
 
     tokens: tuple[int, ...] = ()
@@ -44,6 +46,10 @@ class Line:
     again: bool = False
     positions: tuple[PositionRun, ...] = ()
     offset: int | None = None
+    columns: int | None = None
+    inexact_rows: int = 0
+    bound: float = 0.0
+    edited: str = ""
 
     @property
     def taken(self) -> int:
@@ -139,11 +145,11 @@ def check_ids(ids: Sequence[int], vocab_size: int, first: int) -> tuple[int, ...
     return tuple(values.tolist())
 
 
-def check_room(taken: int, more: int, limit: int | None) -> None:
+def check_room(taken: int, more: int, limit: int | None, holder: str = "the context of this model") -> None:
     """Raise `ContextError` naming both numbers where `more` positions do not fit behind `taken`."""
     if limit is not None and taken + more > limit:
         raise ContextError(
-            f"the sequence would take {taken + more} positions, the context of this model holds {limit}",
+            f"the sequence would take {taken + more} positions, {holder} holds {limit}",
             expected=f"at most {limit}", found=taken + more,
         )  # fmt: skip
 

@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from kvsnap.engines._tf_static import copy_into
+
 __all__ = ["COPIED", "KEPT", "linear_read", "linear_write", "starts_over"]
 
 COPIED = ("conv_states", "recurrent_states")
@@ -37,19 +39,23 @@ def _states(layer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def linear_write(layer: Any, live: tuple[tuple[str, Any], ...]) -> None:
-    """Make states the content of a layer that holds none."""
+    """Make states the content of a layer that holds none, in the memory that it takes for them."""
+    import torch
+
     seen = {"conv": -1, "recurrent": -1}
     for role, states in live:
         seen[role] += 1
         number = seen[role]
         name = f"{role}_states"
         if isinstance(layer.conv_states, dict):
-            layer.lazy_initialization(**{name: states}, state_idx=number)
-            getattr(layer, name)[number] = states
+            with torch.inference_mode(False):
+                layer.lazy_initialization(**{name: states}, state_idx=number)
+            copy_into(getattr(layer, name)[number], states)
             layer.has_previous_state[number] = True
         else:
-            layer.lazy_initialization(**{name: states})
-            setattr(layer, name, states)
+            with torch.inference_mode(False):
+                layer.lazy_initialization(**{name: states})
+            copy_into(getattr(layer, name), states)
             layer.has_previous_state = True
 
 

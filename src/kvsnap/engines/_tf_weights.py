@@ -7,11 +7,15 @@ What cannot be read is refused by name: a digest that leaves something out would
 from __future__ import annotations
 
 import enum
+import functools
 import json
+import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from kvsnap.errors import UnsupportedError
@@ -21,7 +25,10 @@ __all__ = ["Settings", "digest_of", "named_tensors", "quantised_kinds", "size_of
 
 _DEPTH = 4
 """How deep attributes are followed: lists in tables in objects."""
-_ASIDE = frozenset({"_hf_hook", "_old_forward", "_caches", "config", "generation_config", "peft_config"})
+_PLAIN = (list, tuple, deque, set, frozenset)
+_NESTED = 60
+"""How deep lists in lists are followed beyond that."""
+_ASIDE = frozenset({"_hf_hook", "_old_forward", "_cache", "_caches", "config", "generation_config", "peft_config"})
 """Attributes that hold settings or run-time state, no weights."""
 _ASIDE_ENDINGS = ("original_inv_freq", "max_seq_len_cached")
 
@@ -34,8 +41,9 @@ class Settings:
 
 
 def named_tensors(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield parameters, buffers and tensors kept as attributes; a tied one once, under its first name.
+    """Yield parameters, buffers and tensors kept as attributes; one with two names in the model under both.
 
+    Only the head that shares the matrix of the embedding goes without its name, which the settings of a model tell.
     Rotary frequencies count as they are used. Those that a module stretches as the text grows are the exception: what
     they are stretched from is digested, the rest follows from settings and length. Raise `UnsupportedError` naming a
     module whose weights are hidden (packed, or compiled to TorchScript).
@@ -46,19 +54,46 @@ def named_tensors(module: Any) -> Iterator[tuple[str, Any]]:
     for name, part in parts.items():
         if isinstance(part, torch.jit.ScriptModule):
             raise UnsupportedError(f"module {name or 'model'} is compiled to TorchScript, which hides its weights")
-    for name, parameter in module.named_parameters():
+    paths = dict(module.named_modules(remove_duplicate=False))
+    tied = _Tied(module, paths)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         owner, _, own = name.rpartition(".")
+        if tied.is_usual(parameter, owner):
+            continue
         # accelerate keeps offloaded weights aside and leaves an empty one in their place.
-        aside = getattr(getattr(parts[owner], "_hf_hook", None), "weights_map", None)
+        aside = getattr(getattr(paths[owner], "_hf_hook", None), "weights_map", None)
         yield name, parameter if parameter.device.type != "meta" or aside is None else aside[own]
-    for name, buffer in module.named_buffers():
+    for name, buffer in module.named_buffers(remove_duplicate=False):
         owner, _, own = name.rpartition(".")
         original = own[: -len("inv_freq")] + "original_inv_freq" if own.endswith("inv_freq") else ""
         if own.endswith("original_inv_freq"):
             continue  # a buffer in some releases, an attribute in others
-        moves = any(kind in str(getattr(parts[owner], "rope_type", "")) for kind in ("dynamic", "longrope"))
-        yield name, getattr(parts[owner], original, buffer) if original and moves else buffer
+        moves = any(kind in str(getattr(paths[owner], "rope_type", "")) for kind in ("dynamic", "longrope"))
+        yield name, getattr(paths[owner], original, buffer) if original and moves else buffer
     yield from _beside(module, parts)
+
+
+class _Tied:
+    """Which parameters stand in the embedding, and again in the head of a model, as in most that share them."""
+
+    def __init__(self, module: Any, paths: Mapping[str, Any]) -> None:
+        self.paths, self.first = paths, dict[int, str]()
+        self.ends = [self._parts(getattr(module, f"get_{end}_embeddings", None)) for end in ("input", "output")]
+
+    @staticmethod
+    def _parts(found: Any) -> frozenset[int]:
+        try:
+            end = found() if found is not None else None
+        except (NotImplementedError, AttributeError):  # a model without one
+            end = None
+        return frozenset() if end is None else frozenset(map(id, end.modules()))
+
+    def is_usual(self, parameter: Any, owner: str) -> bool:
+        """Tell whether a parameter is in the one end, and was told of in the other."""
+        before = self.first.setdefault(id(parameter), owner)
+        here, there = id(self.paths[owner]), id(self.paths[before])
+        one, other = self.ends
+        return here != there and ((here in one and there in other) or (here in other and there in one))
 
 
 def _beside(module: Any, parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -92,16 +127,29 @@ def _inside(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
         seen.add(id(value))
         yield name, value
         return
-    items = _items(value)
-    if not items or not depth:
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        seen.add(id(value))
+        yield name, Settings(_json([str(value.dtype), value.shape, xxhash.xxh3_128_hexdigest(value.tobytes())]))
         return
+    items = _items(value)
+    if items and (depth > 0 or isinstance(value, _PLAIN)):
+        yield from _inside_items(name, value, items, seen, depth)
+
+
+def _inside_items(
+    name: str, value: Any, items: list[tuple[str, Any]], seen: set[int], depth: int
+) -> Iterator[tuple[str, Any]]:
+    if depth < -_NESTED:
+        raise UnsupportedError(f"{name} is nested deeper than anybody looks, so the model cannot be identified")
     seen.add(id(value))
     held = 0
     for key, inner in items:
         for found in _inside(f"{name}.{key}", inner, seen, depth - 1):
             held += 1
+            if isinstance(value, (set, frozenset)):
+                raise UnsupportedError(f"{name} holds tensors in no order, so the model cannot be identified")
             yield found
-    if held and not isinstance(value, (list, tuple)):
+    if held and not isinstance(value, _PLAIN):
         plain = {key: inner for key, inner in items if isinstance(inner, (str, int, float, bool))}
         if plain:
             yield f"{name}.settings", Settings(_json(plain))
@@ -110,14 +158,30 @@ def _inside(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
 def _items(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, Mapping):
         return [(str(key), inner) for key, inner in value.items()]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, np.ndarray):
+        value = value.reshape(-1).tolist()
+    if isinstance(value, _PLAIN):
         return [(str(place), inner) for place, inner in enumerate(value)]
-    if callable(value) or isinstance(value, enum.Enum):
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, types.MethodType):
+        return [("self", value.__self__)]
+    if isinstance(value, types.FunctionType):
+        return [(str(place), cell.cell_contents) for place, cell in enumerate(value.__closure__ or ()) if _is_set(cell)]
+    if isinstance(value, enum.Enum):
         return []
     slots = getattr(type(value), "__slots__", ())
     named = [slots] if isinstance(slots, str) else list(slots)
     table = {name: getattr(value, name) for name in named if hasattr(value, name)} | getattr(value, "__dict__", {})
     return list(table.items())
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
 
 
 def size_of(tensor: Any) -> int:

@@ -9,29 +9,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvsnap.editing import Rope
+from kvsnap.editing import EDITED, Rope
 from kvsnap.engines import _tf_text
 from kvsnap.engines._tf_adopt import lines_in, only_rows
+from kvsnap.engines._tf_caches import cache_fact
 from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
-from kvsnap.engines._tf_encoder import crossed_length, encoder_input, with_input, without_input
+from kvsnap.engines._tf_encoder import with_input, without_input
 from kvsnap.engines._tf_identity import cache_quantisation_of, identity_of, weights_stamp
+from kvsnap.engines._tf_input import Encoding
 from kvsnap.engines._tf_install import build_cache, check_snapshot
-from kvsnap.engines._tf_layers import cut, dtype_of
-from kvsnap.engines._tf_live import LiveState, live_of
+from kvsnap.engines._tf_layers import cut, dtype_of, rows_of
+from kvsnap.engines._tf_live import live_of
 from kvsnap.engines._tf_model import Model, recognises
 from kvsnap.engines._tf_rope import rope_of
 from kvsnap.engines._tf_state import Line, check_ids, check_positions, check_room
 from kvsnap.engines._tf_views import layers_of
 from kvsnap.errors import ConflictError, InputError, UnsupportedError
 from kvsnap.identity import Identity
-from kvsnap.layout import EncoderInput, Snapshot
+from kvsnap.layout import Snapshot
 from kvsnap.protocols import Installed, Progress, Token
 from kvsnap.sampling import choose
 
 __all__ = ["TransformersEngine", "recognises"]
 
 
-class TransformersEngine(LiveState):
+class TransformersEngine(Encoding):
     """One transformers model and the live state of one sequence; see `kvsnap.protocols.Engine` for each method.
 
     `prefill_step` is the most ids evaluated in one pass, `workers` the threads that read and digest, `cache` the kind
@@ -70,43 +72,6 @@ class TransformersEngine(LiveState):
             self._model.emptied(self._live.cache), (Line(),), self._live.sampler, self._live.encoded
         )  # fmt: skip
 
-    def encode(self, text: Any = None, /, **inputs: Any) -> None:
-        """Encode the input of an encoder-decoder, and forget the sequence; `prefill` and `step` are of decoder ids.
-
-        `text` is text or ids. `inputs` are what the encoder of the model takes: `input_ids` `[ids]` or `[1, ids]`,
-        `input_features` `[1, mels, frames]`, of any float dtype. Two passes are counted: the encoder's, and one of
-        the decoder for one id, which takes what it needs of the other's output. `reset` keeps what is encoded.
-
-        All or nothing. Raise `UnsupportedError` for a model without an encoder or an attention mask with padding in
-        it, `InputError` for what is no single input.
-        """
-        given, tensors = self._input(text, inputs)
-        self._mend()
-        cache, stamp = self._model.encode(tensors), weights_stamp(self.model)
-        self.forwards += 2
-        self.evaluated += 1
-        self._live, self._stamp = live_of(cache, (Line(),), self._live.sampler, given), stamp
-
-    def holds(self, text: Any = None, /, **inputs: Any) -> bool:
-        """Tell whether this is the input that is encoded; arguments and errors as those of `encode`. No pass is made.
-
-        False also where it is not known what a cache that was taken over was made of.
-        """
-        given, _ = self._input(text, inputs)
-        return self.encoded == given
-
-    @property
-    def encoded(self) -> EncoderInput | None:
-        """The name of the input that is encoded, None where there is none."""
-        return self._live.encoded
-
-    def _input(self, text: Any, inputs: Mapping[str, Any]) -> tuple[EncoderInput, dict[str, Any]]:
-        if not self._model.encodes:
-            raise UnsupportedError(f"{self._model.config.model_type} has no encoder: prefill takes its prompt")
-        if isinstance(text, str):
-            text = self.tokenize(text)
-        return encoder_input(inputs if text is None else {**inputs, "input_ids": text}, self._model.module)
-
     def prefill(self, ids: Sequence[int], *, positions: Sequence[int] | None = None) -> None:
         """As `Engine.prefill`; `positions` are those of `ids`, where they are not simply the next ones."""
         line = self._line()
@@ -114,16 +79,20 @@ class TransformersEngine(LiveState):
         places = check_positions(positions, len(checked), self.context_limit)
         if not checked and not line.taken:
             raise InputError("nothing to evaluate: the prompt is empty and so is the sequence")
-        self._check_room(line, len(checked) if places is None else 0)
+        self._check_room(line, len(checked), placed=places is not None)
+        if not checked:
+            self._need_logits()
         with self._change() as (live, line):
             self._stamp = self._stamp if line.n_rows or live.encoded else weights_stamp(self.model)
             self._publish(self._evaluate(live.cache, line.extended(checked, "prompt"), None, places), live.sampler)
 
     def settle(self) -> None:
+        self._need_logits()
         with self._change() as (live, line):
             self._publish(self._evaluate(live.cache, line), live.sampler)
 
     def step(self) -> Token:
+        self._need_logits()
         with self._change() as (live, line):
             if not line.taken:
                 raise InputError("nothing to go on from: the sequence is empty; prefill a prompt first")
@@ -141,11 +110,12 @@ class TransformersEngine(LiveState):
         checked = check_ids(ids, self.vocab_size, 0)
         if not checked:
             raise InputError("nothing to evaluate: no ids were given")
-        check_room(0, len(checked), self.context_limit)
+        check_room(0, len(checked), self._model.context_limit)
         self._mend()
         cache, stamp, encoded = self._model.emptied(self._live.cache), weights_stamp(self.model), self._live.encoded
         if encoded is not None and self._stamp != stamp:
             raise ConflictError("the weights were changed or moved after the input was encoded; encode it again")
+        check_room(0, len(checked), self._model.room(cache), "the static cache")
         line = self._evaluate(cache, Line().extended(checked, "prompt"), progress)
         self._live, self._stamp = live_of(cache, (line,), self._live.sampler, encoded), stamp
 
@@ -177,6 +147,7 @@ class TransformersEngine(LiveState):
             sampler=live.sampler,
             identity=self.identity(progress),
             text=None if self.tokenizer is None else self.detokenize(line.tokens),
+            metadata={EDITED: line.edited} if line.edited and start < line.inexact_rows else {},
         )
 
     def _cache_dtype(self) -> str:
@@ -184,24 +155,39 @@ class TransformersEngine(LiveState):
         return live_dtype(self._live.cache) or dtype_of(self._model.dtype(), "the cache")
 
     def install(
-        self, snapshot: Snapshot, progress: Progress | None = None, *, cast: bool = False, workers: int | None = None
+        self,
+        snapshot: Snapshot,
+        progress: Progress | None = None,
+        *,
+        cast: bool = False,
+        workers: int | None = None,
+        rows: int = 1,
+        prefix: bool = False,
     ) -> Installed:
         """Put a snapshot in place of the live sequence, atomically; the contract is that of `Engine.install`.
 
         `cast=True` takes rows of another dtype and converts them; `workers` overrides the number of reading threads.
+        `rows` makes a batch of so many equal sequences, each in memory of its own, for the user's own `generate`. With
+        `prefix` ids are going to follow, so that the last row is not given up where there are no logits.
         """
+        if rows < 1:
+            raise InputError("a batch has one row or more", expected="1 or more", found=rows)
         wanted = self._model.dtype()
         dtype = dtype_of(wanted, "the cache")
+        if rows > 1 and self._model.encodes:
+            raise UnsupportedError("a batch of an encoder-decoder is not supported", expected="1 row", found=rows)
         layers, encoded = without_input(snapshot.layers) if self._model.encodes else (snapshot.layers, None)
         snapshot = replace(snapshot, layers=layers)
-        line = check_snapshot(snapshot, self._model, dtype, cast=cast)
-        cache = build_cache(snapshot, self._model, wanted, line.n_rows, workers or self._workers, progress)
-        self._live = live_of(cache, (line,), snapshot.sampler or self._live.sampler, encoded)
+        line = check_snapshot(snapshot, self._model, dtype, cast=cast, prefix=prefix)
+        cache = build_cache(snapshot, self._model, wanted, line.n_rows, workers or self._workers, progress, rows)
+        if line.n_rows:
+            self._model.check(cache, line.n_rows)  # what a pass would have told
+        self._live = live_of(cache, (line,) * rows, snapshot.sampler or self._live.sampler, encoded)
         self._stamp = weights_stamp(self.model)
         given_up = snapshot.n_rows - line.n_rows
         notes = ["no logits are stored, so the last row is evaluated again"] if given_up else []
-        rows = [t.spec for t in snapshot.tensors() if t.spec.grows and t.role != "code"]
-        others = sorted({spec.dtype for spec in rows} - {dtype})
+        kept = [t.spec for t in snapshot.tensors() if t.spec.grows and t.role != "code"]
+        others = sorted({spec.dtype for spec in kept} - {dtype})
         if others and line.n_rows:
             notes.append(f"rows were converted from {', '.join(others)} to {dtype}")
         return Installed(line.n_rows, given_up, tuple(notes))
@@ -238,16 +224,11 @@ class TransformersEngine(LiveState):
         )  # fmt: skip
         if len(lines) == 1:
             cache = only_rows(cache, lines[0], self._model)
-            lines = (replace(lines[0], select=None),)
-            if lines[0].again:
+            lines = (replace(lines[0], select=None, columns=None),)
+            if any(held is not None and held > lines[0].n_rows for held in rows_of(cache)):
                 cut(cache, lines[0].n_rows)
         self._live = live_of(cache, lines, self._live.sampler, given)
         self._stamp = weights_stamp(self.model)
-
-    def _adopted(self, cache: Any, encoded: Mapping[str, Any] | None) -> EncoderInput | None:
-        if encoded is not None:
-            return self._input(None, encoded)[0]
-        return EncoderInput() if self._model.encodes and crossed_length(cache) else None
 
     def rope(self) -> tuple[Rope | None, ...]:
         """Return how each layer rotates its keys (None: not). `UnsupportedError` where that is not fixed or known."""
@@ -258,14 +239,6 @@ class TransformersEngine(LiveState):
     def identity(self, progress: Progress | None = None) -> Identity:
         return identity_of(
             self._model, self.tokenizer, cache_dtype=self._cache_dtype(), workers=self._workers, progress=progress,
-            prefill_step=self._step, cache_quantisation=cache_quantisation_of(layers_of(self._live.cache)),
+            prefill_step=self._step, cache=cache_fact(self._live.cache),
+            cache_quantisation=cache_quantisation_of(layers_of(self._live.cache)),
         )  # fmt: skip
-
-    def tokenize(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        return _tf_text.tokenize(self.tokenizer, text, special=special)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return _tf_text.detokenize(self.tokenizer, ids)
-
-    def render(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        return _tf_text.render(self.tokenizer, messages)

@@ -8,6 +8,7 @@ from kvsnap import codecs
 from kvsnap.errors import DamagedError, FormatError, InputError
 from kvsnap.files import Reader, replacing
 from kvsnap.formats.native.closed import verify_closed
+from kvsnap.formats.native.live import check_whole
 from kvsnap.formats.native.read import BytesReader, NativeFile
 from kvsnap.formats.native.repair import RepairReport, repair_file
 from kvsnap.formats.native.sealed import Lock, lock_of
@@ -85,12 +86,17 @@ def load(path: str | os.PathLike[str], *, mmap: bool = True, key: bytes | None =
 
     With `mmap` the exact tensors of a sealed file are views of the mapped file. A session is read at its last commit.
     An encrypted file needs its key (32 bytes), and a key an encrypted file; its tensors are never views of the file.
+    Raise `UnsupportedError` where the state at the end was left out: the last commit of a compacted file is damaged.
     """
-    return NativeFile.open(path, mapped=mmap, key=key).snapshot()
+    file = NativeFile.open(path, mapped=mmap, key=key)
+    check_whole(file)
+    return file.snapshot()
 
 
 def loads(data: bytes | bytearray | memoryview, *, key: bytes | None = None) -> Snapshot:
     """Return the snapshot in these bytes; tensors may be views of `data`, unless it is encrypted."""
     if not len(data):
         raise InputError("no bytes to load a snapshot from")
-    return NativeFile(BytesReader(data), key=key).snapshot()
+    file = NativeFile(BytesReader(data), key=key)
+    check_whole(file)
+    return file.snapshot()

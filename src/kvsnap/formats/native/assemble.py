@@ -17,20 +17,22 @@ from kvsnap.records import Kind
 from kvsnap.tensors import Source, TensorSpec, numpy_dtype
 
 if TYPE_CHECKING:
+    from kvsnap.formats.native.live import Cut
     from kvsnap.formats.native.read import NativeFile, Span
-    from kvsnap.layout import PositionRun, Run
+    from kvsnap.layout import PositionRun, Run, SamplerState
 
 __all__ = ["bound_of", "joined_text", "snapshot_of"]
 
 
-def snapshot_of(file: NativeFile) -> Snapshot:
-    """Return everything as a snapshot. Tensor bytes are read, and checked, when they are first used."""
+def snapshot_of(file: NativeFile, cut: Cut | None = None) -> Snapshot:
+    """Return everything, or what a cut keeps, as a snapshot. Tensor bytes are read, and checked, when they are used."""
+    counts = file.commit if cut is None else cut
     columns = Columns(Sizes(file.geometry.tensors, replaced=False))
     ids: list[npt.NDArray[np.int32]] = []
     text: str | None = ""
     runs: tuple[Run, ...] = ()
     positions: tuple[PositionRun, ...] = ()
-    for span in file.spans():
+    for span in file.spans(None if cut is None else cut.live):
         entry, table = span.entry, span.table
         ids.append(table.tokens[: entry.n_tokens])
         whole = entry.n_tokens == len(table.tokens)
@@ -39,10 +41,10 @@ def snapshot_of(file: NativeFile) -> Snapshot:
         positions = join_positions(positions, cut_positions(table.positions, entry.n_rows))
         columns.add(entry, table, span.payload, span.file.content, mapped=span.file.mapped)
     specs = {spec.id: spec for spec in file.geometry.tensors}
-    tensors = {number: _tensor(file, specs[number], columns) for number in columns.tensors}
-    replaced, sampler = file.state()
+    tensors = {number: _tensor(file, specs[number], columns, counts.n_rows) for number in columns.tensors}
+    replaced, sampler = file.state() if cut is None else _state_after(file, cut)
     absent = [spec for spec in file.geometry.tensors if spec.grows and spec.id not in tensors]
-    tensors |= {spec.id: _empty(file, spec) for spec in absent}
+    tensors |= {spec.id: _empty(file, spec, counts.n_rows) for spec in absent}
     logits = next((t for t in replaced.values() if t.role == "logits"), None)
     every = np.concatenate(ids) if ids else np.zeros(0, np.int32)
     return Snapshot(
@@ -50,9 +52,9 @@ def snapshot_of(file: NativeFile) -> Snapshot:
         layers=file.geometry.build(tensors | replaced),
         tokens=tuple(every.tolist()),
         runs=runs,
-        n_rows=file.commit.n_rows,
-        n_pending=file.commit.n_pending,
-        token_offset=file.commit.token_offset,
+        n_rows=counts.n_rows,
+        n_pending=counts.n_pending,
+        token_offset=counts.token_offset,
         positions=positions,
         logits=logits,
         sampler=sampler,
@@ -63,10 +65,14 @@ def snapshot_of(file: NativeFile) -> Snapshot:
             "format": "native",
             "path": file.path,
             "commit": file.commit.number,
-            "complete": file.commit.complete,
+            "complete": file.commit.complete or cut is not None,
         },
         shard=file.shard(),
     )
+
+
+def _state_after(file: NativeFile, cut: Cut) -> tuple[dict[int, Tensor], SamplerState | None]:
+    return file.state_at(cut.live[-1][0], cut.state, cut.n_rows) if cut.state else ({}, None)
 
 
 def bound_of(file: NativeFile, spans: Iterable[Span]) -> float:
@@ -88,8 +94,8 @@ def bound_of(file: NativeFile, spans: Iterable[Span]) -> float:
     return max(bounds, default=0.0)
 
 
-def _empty(file: NativeFile, spec: TensorSpec) -> Tensor:
-    expected = file.commit.n_rows // spec.tokens_per_row
+def _empty(file: NativeFile, spec: TensorSpec, n_rows: int) -> Tensor:
+    expected = n_rows // spec.tokens_per_row
     if spec.growth == "grow" and expected:
         raise FormatError(
             f"{spec.name}: rows are missing", path=file.path, offset=file.end.footer.commit_offset,
@@ -102,14 +108,14 @@ def _nothing(spec: TensorSpec, start: int) -> Tensor:
     return Tensor(spec, np.zeros(spec.shape, dtype=numpy_dtype(spec.dtype)), start=start)
 
 
-def _tensor(file: NativeFile, spec: TensorSpec, columns: Columns) -> Tensor:
+def _tensor(file: NativeFile, spec: TensorSpec, columns: Columns, n_rows: int) -> Tensor:
     if not spec.grows:
         last = columns.last(spec.id).source
         return Tensor(spec, last, n_rows=last.part.n_rows, bound=last.part.bound)
     column = columns.column(spec)
     start = int(column.starts[0])
     stop = start + int(column.kept.sum())
-    expected = file.commit.n_rows // spec.tokens_per_row
+    expected = n_rows // spec.tokens_per_row
     if spec.growth == "grow" and (start, stop) != (0, expected):
         raise FormatError(
             f"{spec.name}: rows are missing", path=file.path,

@@ -62,7 +62,7 @@ def copy_session(
     """
     with closing(file if commit is None else at_commit(file, commit)) as origin:
         cut = cut_at(origin, n_tokens, nearest=nearest)
-        if cut is None and commit is not None:
+        if cut is None:
             check_whole(origin)
         history = history_of(origin, cut)
         if n_tokens is None:
@@ -87,6 +87,7 @@ def write_compacted(
     file: NativeFile, writer: Writer, progress: Progress | None, states: int | None = None
 ) -> tuple[History, FileHeader, Footer]:
     """Write the live history of an open session as a file of its own, with the states of the last `states` turns."""
+    check_whole(file)
     history = with_states(history_of(file), states)
     file.snapshot()  # rows that do not add up are refused here too
     header, footer = write_history(history, writer, progress=progress)

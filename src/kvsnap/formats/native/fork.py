@@ -90,7 +90,7 @@ def fork_file(
             )
         with closing(last if commit is None else at_commit(last, commit)) as file:
             cut = cut_at(file, n_tokens, nearest=nearest)
-            if cut is None and commit is not None:
+            if cut is None:
                 check_whole(file)
             sync_file(name)  # a fork must not outlive the turn that it starts from
             return _write(name, *_origin(file, cut))

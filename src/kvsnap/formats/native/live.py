@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from kvsnap.errors import UnsupportedError
+from kvsnap.errors import DamagedError, FormatError, UnsupportedError
 from kvsnap.formats.native.assemble import bound_of
 from kvsnap.formats.native.base import Base
 from kvsnap.formats.native.read import NativeFile, spans_of
@@ -91,6 +91,7 @@ def cut_live(file: NativeFile, n_tokens: int, ends: Ends | None = None) -> Cut:
     end = ends.end_of(n_tokens)
     if end is not None:
         kept = list(live[: end + 1])
+        token_offset = position_after(live, end + 1, file.commit.token_offset)
     else:
         count = bisect_right(ends.tokens, n_tokens)
         kept, before = list(live[:count]), ends.tokens[count - 1] if count else 0
@@ -100,11 +101,15 @@ def cut_live(file: NativeFile, n_tokens: int, ends: Ends | None = None) -> Cut:
         previous = kept[-1][1].digest if kept else bytes(16)
         digest = history_digest(previous, table.tokens[: n_tokens - before], rows)
         kept.append((where, replace(cut, n_tokens=n_tokens - before, n_rows=rows, state=0, digest=digest)))
+        if rows == cut.n_rows:  # only ids that are not evaluated go: what comes next stays as it is
+            token_offset = _position_at_end(live, count, file.commit.token_offset)
+        else:
+            token_offset = position_after(kept)
     n_rows = sum(entry.n_rows for _, entry in kept)
     if kept and kept[-1][1].state:
         where, entry = kept[-1]
         file.state_at(where, entry.state, n_rows)  # an old state that is damaged must not become the current one
-    return Cut(tuple(kept), n_tokens, n_rows, n_tokens + ends.unstored - n_rows, position_after(kept))
+    return Cut(tuple(kept), n_tokens, n_rows, n_tokens + ends.unstored - n_rows, token_offset)
 
 
 def reach_of(file: NativeFile, n_tokens: int) -> Reach:
@@ -129,10 +134,20 @@ def check_whole(file: NativeFile) -> None:
         )  # fmt: skip
 
 
-def position_after(live: Sequence[Live], count: int | None = None) -> int:
+def _position_at_end(live: Sequence[Live], i: int, at_end: int) -> int:
+    """Return the position that comes next behind entry `i`, from what follows where its STATE cannot be read."""
+    try:
+        return position_after(live, i + 1, at_end)
+    except (DamagedError, FormatError):
+        where, entry = live[i]
+        return position_after([*live[:i], (where, replace(entry, state=0)), *live[i + 1 :]], i + 1, at_end)
+
+
+def position_after(live: Sequence[Live], count: int | None = None, at_end: int | None = None) -> int:
     """Return the position that comes next behind the first `count` entries (None: all), as they say themselves.
 
-    Reads the STATE of the last one, and tables until there is a row. Raise as `NativeFile.table_at`.
+    Where the last of them has no STATE, it is that of the row behind them, or `at_end` where no row is. Reads that
+    STATE, and tables until there is a row. Raise as `NativeFile.table_at`.
     """
     count = len(live) if count is None else count
     if count and live[count - 1][1].state:
@@ -141,6 +156,13 @@ def position_after(live: Sequence[Live], count: int | None = None) -> int:
         named = parse_token_offset(table.meta, file.path, place)
         if named is not None:
             return named
+    elif count and at_end is not None:
+        for i in range(count, len(live)):
+            file, entry = live[i]
+            if entry.n_rows:
+                table, _, _ = file.table_at(entry.span, Kind.SPAN)
+                return table.positions[0].start
+        return at_end
     for i in range(count - 1, -1, -1):
         file, entry = live[i]
         table, _, _ = file.table_at(entry.span, Kind.SPAN)

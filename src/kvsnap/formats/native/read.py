@@ -268,9 +268,9 @@ class NativeFile:
         place = offset + RECORD_SIZE
         return parse_table(raw, length, self.path, place), place, check
 
-    def spans(self) -> Iterator[Span]:
-        """Yield the spans of the live list in order, each checked against its entry and the digest of the history."""
-        return spans_of(self.live)
+    def spans(self, live: Iterable[tuple[NativeFile, Entry]] | None = None) -> Iterator[Span]:
+        """Yield the spans of the live list, or of the beginning of it that is given; see `spans_of`."""
+        return spans_of(self.live if live is None else live)
 
     def state(self) -> tuple[dict[int, Tensor], SamplerState | None]:
         """Read STATE: its tensors by id (not their bytes), and the sampler."""

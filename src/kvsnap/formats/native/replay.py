@@ -114,7 +114,7 @@ def history_of(file: NativeFile, cut: Cut | None = None) -> History:
             pending = min(tokens, max(0, tokens + unstored - rows))
             made = Commit(
                 number=1, n_tokens=tokens, n_rows=rows, n_pending=pending,
-                token_offset=position_after(live, len(pieces) + 1),
+                token_offset=position_after(live, len(pieces) + 1, end.token_offset),
                 complete=made is None, time_ns=(made or commit).time_ns, operation=Operation.TRUNCATE,
             )  # fmt: skip
         if (where, made.note) not in said:  # commits repeat the NOTE of those before them
@@ -250,10 +250,31 @@ class _Replay:
 
     def _pending(self, table: Table, *, sealed: bool) -> None:
         span, check, _ = self.writer.encoded(Kind.SPAN, table, 0, (), 0)
+        state = self._state_behind(table.row_start)
         digest = history_digest(self.entries[-1].digest if self.entries else bytes(16), table.tokens, 0)
-        self.entries.append(Entry(span, len(table.tokens), table.row_start, 0, 0, check, digest))
+        self.entries.append(Entry(span, len(table.tokens), table.row_start, 0, state, check, digest))
         self._note(self.history.metadata)
-        self._commit(replace(self.history.end, operation=Operation.APPEND), state=0, sealed=sealed)
+        self._commit(replace(self.history.end, operation=Operation.APPEND), state=state, sealed=sealed)
+
+    def _state_behind(self, n_rows: int) -> int:
+        """Write what the last piece leaves to ids behind it that are not evaluated, and return where; 0 for nothing.
+
+        That is what its layers have that is replaced, and which position comes next. Not the sampler: it drew ids that
+        are not the last ones here.
+        """
+        piece = self.history.pieces[-1] if self.history.pieces else None
+        if piece is None or not piece.entry.state:
+            return 0
+        table, payload, _ = piece.file.table_at(piece.entry.state, Kind.STATE)
+        named = schema.parse_token_offset(table.meta, piece.file.path, payload)
+        if named is None and not needs_state(self.history.geometry.tensors):
+            return 0
+        sizes = self.sizes[Kind.STATE]
+        sources = [PartSource(piece.file.reader, sizes, part, payload, mapped=False) for part in table.parts]
+        kept = [source for source in sources if source.spec.role != "logits"]
+        meta = schema.pack_sampler(None, **({} if named is None else {"token_offset": named}))
+        parts = (EncodedPart(source.part, (np.frombuffer(source.stored(), np.uint8),)) for source in kept)
+        return self.writer.encoded(Kind.STATE, Table(row_start=n_rows, meta=meta), len(kept), parts, 0)[0]
 
     def _commit(self, commit: Commit, *, state: int, sealed: bool) -> None:
         writer, entries = self.writer, self.entries

@@ -182,9 +182,8 @@ class _Salvage:
     def history(self, *, keep_tokens: bool) -> History:
         """Return what is kept, and say what is not."""
         count = next((i for i, turn in enumerate(self.turns) if turn.error), len(self.turns))
-        lost = count < len(self.turns)
-        while self.needs_state and count and self._is_stateless(self.turns[count - 1], lost=lost):
-            count, lost = count - 1, True  # rows without the state that belongs to their end are of no use
+        while self.needs_state and count and self._is_stateless(self.turns[count - 1]):
+            count -= 1  # rows without the state that belongs to their end are of no use
         self._say_lost(count)
         behind = self._ids_behind(count) if keep_tokens else ()
         if self.turns and not count and not behind:
@@ -209,9 +208,9 @@ class _Salvage:
         return replace(history, end=end, pending=pending)
 
     @staticmethod
-    def _is_stateless(turn: _Turn, *, lost: bool) -> bool:
+    def _is_stateless(turn: _Turn) -> bool:
         """Tell whether a turn has no state to go back to: damaged, or left out when the file was compacted."""
-        return turn.state_error is not None or (lost and not turn.entry.state)
+        return turn.state_error is not None or (not turn.entry.state and turn.entry.row_start + turn.entry.n_rows > 0)
 
     def _say_lost(self, count: int) -> None:
         total = self.file.commit.n_tokens
@@ -224,11 +223,12 @@ class _Salvage:
                 )
                 self._lose(what, turn.state_error.offset or entry.state, where, entry.state, turn.state_tensor)
             elif i == count:  # what is wrong may be behind turns that have no state of their own to go back to
-                bad = next(t for t in self.turns[count:] if t.error or t.state_error)
+                bad = next((t for t in self.turns[count:] if t.error or t.state_error), self.turns[-1])
                 error = bad.error or bad.state_error
-                what, tensor = (error.message if error else "lost"), bad.tensor or bad.state_tensor
+                what = error.message if error else "the state at the end is not stored"
+                tensor = bad.tensor or bad.state_tensor
                 where, entry = bad.live
-                at = entry.span if bad.error else entry.state
+                at = entry.span if bad.error or not entry.state else entry.state
                 self._lose(what, (error and error.offset) or at, where, at, tensor, (turn.tokens[0], total))
         if count < len(self.turns):
             ids = sum(t.entry.n_tokens for t in self.turns[count:] if t.table is not None)
@@ -250,10 +250,10 @@ class _Salvage:
         self.told.append((where, record, end))
 
     def _nothing(self) -> DamagedError:
-        bad = next(turn for turn in self.turns if turn.error or turn.state_error)
+        bad = next((turn for turn in self.turns if turn.error or turn.state_error), self.turns[-1])
         error = bad.error or bad.state_error
-        what = "the first turn is damaged"
-        if bad is not self.turns[0]:
+        what = "the first turn is damaged" if error else "the state at the end is not stored"
+        if bad is not self.turns[0] and error:
             what = f"the turn behind token {bad.tokens[0]} is damaged"
         ids = self._ids_behind(0)
         hint = f"; {sum(t.entry.n_tokens for t in ids)} ids can be kept: ask for them (keep_tokens, --tokens)"

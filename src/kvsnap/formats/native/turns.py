@@ -215,6 +215,7 @@ def merged_identity(now: Published, snapshot: Snapshot) -> Identity:
         weights=new.weights if old.weights else (),
         cache_dtype=new.cache_dtype if old.cache_dtype else "",
         quantisation=new.quantisation if old.quantisation else "",
+        cache_quantisation=new.cache_quantisation if old.cache_quantisation else "",
         tokenizer=new.tokenizer if old.tokenizer else "",
         adapters=new.adapters if old.adapters is not None else None,
         engine=new.engine if old.engine else "",
