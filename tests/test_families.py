@@ -233,6 +233,10 @@ def goes_on_the_same(engine: TransformersEngine, snapshot: Snapshot, expected: C
         return False
 
 
+UNREAD = {("deepseek_v4", "v")}
+"""What no pass reads: values that are the keys once more. (And the name of what was encoded, of encoder-decoders.)"""
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", given())
 def test_a_wrong_value_does_not_pass_as_exact(family: str, dtype: str) -> None:
@@ -246,8 +250,8 @@ def test_a_wrong_value_does_not_pass_as_exact(family: str, dtype: str) -> None:
     seen = set()
     for layer in snapshot.layers:
         for tensor in layer.tensors:
-            if tensor.name.startswith("encoder."):
-                continue  # the name of what was encoded, which no pass reads
+            if tensor.name.startswith("encoder.") or (family, tensor.role) in UNREAD:
+                continue
             kind = (layer.kind, tensor.role, tensor.spec.growth)
             if kind in seen:
                 continue
