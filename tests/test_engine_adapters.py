@@ -25,7 +25,7 @@ from kvsnap.errors import CompatibilityError, UnsupportedError  # noqa: E402
 from kvsnap.identity import Identity, compare  # noqa: E402
 from tiny_models import ByteTokenizer, tiny_llama, tiny_qwen3  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -21,7 +21,7 @@ from latent_runs import bits, ids_of  # noqa: E402
 from test_engine_layers import MODELS  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 PROMPTS = ([7, 8, 9], [1, 2, 3, 4, 5, 6, 11], [21, 22, 23, 24, 25])
 WIDTH, STEPS, ROUNDING = 7, 6, 1e-4

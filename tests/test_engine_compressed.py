@@ -32,7 +32,7 @@ from kvsnap.session import Session  # noqa: E402
 from latent_runs import bits, ids_of  # noqa: E402
 from test_engine_exactness import ROOT, Run, go_on, one_thread  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 DTYPES = ("float32", "bfloat16")
 # Around the groups of 4 and 6, their common multiple, the window of 8, and beyond.

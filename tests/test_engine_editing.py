@@ -23,7 +23,7 @@ from kvsnap.errors import CompatibilityError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 from latent_models import KNOWN, keeps_latent, latent_model  # noqa: E402
 from tiny_models import save_tiny, tiny_llama, tiny_model, tiny_qwen3  # noqa: E402

@@ -29,7 +29,7 @@ from kvsnap.layout import EncoderInput, Sampler, Snapshot, Tensor  # noqa: E402
 from latent_runs import bits  # noqa: E402
 from tiny_models import tiny_llama  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 ROOT = Path(__file__).resolve().parent.parent
 EXACT = ("t5", "whisper", "bart", "t5gemma")

@@ -19,7 +19,7 @@ from kvsnap.layout import Snapshot, Tensor  # noqa: E402
 from latent_runs import bits, ids_of, roles  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 LINEAR_FIRST = ["linear_attention", "full_attention", "linear_attention"]
 FULL_FIRST = ["full_attention", "linear_attention", "full_attention"]

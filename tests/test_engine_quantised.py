@@ -29,7 +29,7 @@ from latent_runs import bits, ids_of  # noqa: E402
 from spec_file import SpecReader  # noqa: E402
 from tiny_models import tiny_llama, tiny_model  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESIDUAL, GROUP = 4, 8

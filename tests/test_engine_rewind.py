@@ -17,7 +17,7 @@ from kvsnap.reach import Reach  # noqa: E402
 from latent_runs import bits, ids_of  # noqa: E402
 from test_engine_static import KINDS, make  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 PROMPT = [(11 * i * i + 5) % 251 for i in range(5)]
 FULL = ("full", "index")

@@ -15,7 +15,7 @@ from kvsnap.errors import CompatibilityError  # noqa: E402
 from kvsnap.identity import Identity, compare  # noqa: E402
 from tiny_models import tiny_llama, tiny_model, tiny_qwen3  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 NEW = hasattr(transformers.LlamaConfig(), "rope_parameters")
 """Rope is one table of settings since transformers 5.0."""

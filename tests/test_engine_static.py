@@ -23,7 +23,7 @@ from latent_runs import bits, ids_of  # noqa: E402
 from test_engine_layers import MODELS  # noqa: E402
 from tiny_models import tiny_llama, tiny_model  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 ROOM, WINDOW = 96, 8
 LENGTHS = (1, 7, 8, 9, 40)

@@ -17,7 +17,7 @@ from latent_runs import bits, ids_of  # noqa: E402
 from test_engine_static import make  # noqa: E402
 from tiny_models import tiny_llama  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 TURNS = ([5, 17, 42, 99, 3, 4, 8, 15, 16, 23], [1, 2, 3, 4])
 NEW = [201, 202, 203]
