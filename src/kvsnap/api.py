@@ -163,7 +163,7 @@ def restore(
     notes = list(installed.notes)
     reason = inexact_because(snapshot)
     if reason and reason not in notes:
-        notes.append(reason)
+        notes.insert(0, reason)
     if not report.exact:
         decisive = [f for f in report.fields if f.level != "advice" and f.verdict != "match"]
         notes += [str(f) for f in decisive[:8]]

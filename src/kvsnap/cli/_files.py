@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections import Counter
 from typing import Any
 
 import click
@@ -90,8 +91,8 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
         *([("encryption", escape(_encryption(s)))] if s.encryption else []),
         ("created", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.created_ns / 1e9))),
         ("architecture", escape(s.architecture) or "unknown"),
-        ("cache", f"{s.num_layers} layers, {s.dtype or 'no tensors'}"),
-        ("heads", f"{s.num_heads} for keys and values, {s.num_query_heads} for queries, {s.head_dim} wide"),
+        ("cache", _cache_text(s)),
+        ("heads", _heads_text(s)),
         *([("part", f"{s.shard}, of a cache split by heads")] if s.shard else []),
         ("tokens", f"{s.n_tokens:,} ({s.n_prompt:,} prompt, {s.n_generated:,} generated)"),
         ("evaluated", f"{s.n_rows:,} positions, next is {s.token_offset:,}"),
@@ -102,13 +103,26 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
         ("fidelity", fidelity),
         ("sampler", _sampler_text(s)),
         ("weights", f"{len(s.identity.weights)} digests" if s.identity.weights else "unknown"),
-        ("made with", ", ".join([s.identity.engine or "unknown", *_runtime(s)])),
+        ("made with", ", ".join([s.identity.engine or "unknown", *(escape(part) for part in _runtime(s))])),
     ]  # fmt: skip
     made += [(escape(k), escape(v)) for k, v in s.metadata.items() if k != "stop"]
     made += [("stop", STOPS.get(stop, escape(stop)))] if stop else []
     if s.dropped:
         made.append(("dropped", f"{size(s.dropped)} behind the last published turn are not part of the history"))
     return made
+
+
+def _cache_text(s: Summary) -> str:
+    """Return layers by kind and the dtype of the keys, of a cache of states alone that the identity names."""
+    kinds = Counter(layer.kind for layer in s.layers)
+    told = "" if set(kinds) <= {"attention"} else f" ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
+    return f"{s.num_layers} layers{told}, {s.dtype or (s.identity.cache_dtype if kinds else '') or 'no tensors'}"
+
+
+def _heads_text(s: Summary) -> str:
+    if not s.num_heads:
+        return "no keys and values"
+    return f"{s.num_heads} for keys and values, {s.num_query_heads} for queries, {s.head_dim} wide"
 
 
 def _encryption(s: Summary) -> str:

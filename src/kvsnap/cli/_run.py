@@ -309,8 +309,8 @@ def _show_check(found: Compatibility, chosen: ChosenModel, room: int | None, rea
         made.add_row(escape(f.name), f"[{mark}]{f.verdict}[/{mark}]", f.level, escape(f.saved), escape(f.found))
     show_table(made)
     print(f"model: {chosen}")
-    limit = "unknown" if found.limit is None else f"{found.limit:,}"
-    print(f"context: {found.needed:,} of {limit} positions needed")
+    limit, known = ("", ", the model names no limit") if found.limit is None else (f" of {found.limit:,}", "")
+    print(f"context: {found.needed:,}{limit} positions needed{known}")
     answer = "refused" if not found.ok else "exact" if found.exact and not reason else "possible, but not exact"
     if found.ok and found.exact and reason:
         answer += f": {reason}"

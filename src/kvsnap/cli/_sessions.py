@@ -140,7 +140,7 @@ def truncate(
         check_target(output, overwrite=overwrite, option="-o")
         snapshot = kvsnap.load(file, key=keys.of(file))
         before = len(snapshot.tokens)
-        left = snapshot.reach(n_tokens).n_tokens if nearest else n_tokens
+        left = _nearest(snapshot, n_tokens) if nearest else n_tokens
         report = kvsnap.save(snapshot.truncate(left), output, **keys.saving())
         for loss in report.losses:
             remark(f"lost: {loss.what}: {loss.detail}")
@@ -150,7 +150,7 @@ def truncate(
     keys.refuse(file)
     with opened_session(file, create=False) as session:
         before, length = session.n_tokens, session.nbytes
-        left = session.truncate(n_tokens, nearest=nearest)
+        left = session.truncate(_nearest(session, n_tokens) if nearest else n_tokens)
         _say_cut(shown(file), before, left, session.nbytes - length, as_json=as_json)
 
 
@@ -198,6 +198,15 @@ def rewind(file: str, commit: int, as_json: bool) -> None:
 def _refuse_sealed(file: str, hint: str) -> None:
     if is_sealed(file):
         raise InputError(f"a sealed snapshot is never changed; {hint}", path=file)
+
+
+def _nearest(source: kvsnap.Session | kvsnap.Snapshot, n_tokens: int) -> int:
+    """Return the nearest length at or below `n_tokens` that can be reached; a remark says why it is another one."""
+    reach = source.reach(n_tokens)
+    if not reach.reached:
+        above = "" if reach.above is None else f", and above it {reach.above}"
+        remark(f"{n_tokens} cannot be reached, {reach.n_tokens} is the nearest below{above}: {'; '.join(reach.limits)}")
+    return reach.n_tokens
 
 
 def _say_cut(path: str, before: int, after: int, written: int, *, as_json: bool) -> None:

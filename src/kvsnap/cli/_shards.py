@@ -28,7 +28,13 @@ def _target(file: str, directory: str | None, index: int, n: int) -> str:
 @click.command()
 @click.argument("file", callback=named)
 @click.option("-n", "--ranks", metavar="N", type=click.IntRange(min=2), required=True, help="Number of shards.")
-@click.option("-o", "--output", metavar="DIR", callback=no_name, help="Directory for the shards.  [default: of FILE]")
+@click.option(
+    "-o",
+    "--output",
+    metavar="DIR",
+    callback=no_name,
+    help="An existing directory for the shards.  [default: that of FILE]",
+)
 @click.option("--overwrite", is_flag=True, help="Replace shards that are there already.")
 @library_option
 @key_options(writes=True)

@@ -127,6 +127,12 @@ class Live:
 
 def check_ids(ids: Sequence[int], vocab_size: int, first: int) -> tuple[int, ...]:
     """Return ids as integers; raise `InputError` naming a wrong one, its position (from `first`) and the vocabulary."""
+    given: object = ids
+    if isinstance(given, str):
+        raise InputError(
+            "the engine is given token ids; of a text engine.tokenize makes them, of chat messages engine.render",
+            expected="integers", found="a text",
+        )  # fmt: skip
     try:
         values = np.asarray(ids if len(ids) else np.empty(0, dtype=np.int64))
     except (TypeError, ValueError) as error:
