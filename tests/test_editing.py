@@ -216,7 +216,7 @@ def test_the_label_outlives_files_and_sessions(tmp_path: Path) -> None:
 
 
 def test_the_reason_is_told_in_plain_words() -> None:
-    from kvsnap.api import inexact_because
+    from kvsnap.labels import inexact_because
 
     found = remove(rotated(), [(2, 4)], rope=Rope(FREQUENCIES))
     assert inexact_because(found) == (

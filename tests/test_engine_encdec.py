@@ -435,3 +435,14 @@ def test_batches_are_refused() -> None:
 
 if __name__ == "__main__":
     resume_all(Path(sys.argv[1]))
+
+
+def test_what_is_stored_of_another_input_is_not_reused() -> None:
+    engine = begun("t5", seed=0)
+    stored = engine.capture()
+    engine.encode(**input_of("t5", 1))
+    with pytest.raises(InputError, match="of another input of the encoder"):
+        kvsnap.reuse(stored, engine, [*stored.tokens, 7])
+    assert engine.holds(**input_of("t5", 1))
+    engine.encode(**input_of("t5", 0))
+    assert kvsnap.reuse(stored, engine, [*stored.tokens, 7]).reused == stored.n_rows

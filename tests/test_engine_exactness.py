@@ -24,10 +24,10 @@ pytest.importorskip("transformers")
 
 import kvsnap  # noqa: E402 - after the extras are known to be there
 from kvsnap import sampling  # noqa: E402
-from kvsnap.api import inexact_because  # noqa: E402
 from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.formats import native  # noqa: E402
+from kvsnap.labels import inexact_because  # noqa: E402
 from kvsnap.layout import Layer, Sampler, Snapshot, Tensor, cut_runs  # noqa: E402
 from tiny_models import PROMPT, tiny_llama, tiny_model  # noqa: E402
 

@@ -180,3 +180,26 @@ def test_a_layer_whose_keys_are_not_rotated_says_so(family: str) -> None:
     rotated = [bool((a != b).any()) for a, b in zip(*keys, strict=True)]
     assert rotated == [True, False, True]
     assert [layer.tensors[0].spec.rope for layer in engine.capture().layers] == ["after", "none", "after"]
+
+
+def test_a_difference_that_was_accepted_is_not_forgotten(tmp_path: Any) -> None:
+    engine, other = TransformersEngine(tiny_llama(3)), TransformersEngine(tiny_llama(4))
+    engine.prefill(IDS)
+    engine.step()
+    first = kvsnap.restore(engine.capture(), other, accept=("weights",))
+    assert not first.exact
+    ids_of(other, 4)
+    with kvsnap.Session.open(tmp_path / "s.kvsnap") as session:
+        session.append(other.capture())
+        ids_of(other, 2)
+        session.append(other.capture(start=session.n_rows))
+        loaded = session.load()
+    for snapshot in (loaded, other.capture()):
+        again = kvsnap.restore(snapshot, TransformersEngine(tiny_llama(4)))
+        assert not again.exact
+        assert "which was accepted: weights differ: " in again.notes[0]
+
+    other.reset()  # rows of its own are of nothing else
+    other.prefill(IDS)
+    other.step()
+    assert kvsnap.restore(other.capture(), TransformersEngine(tiny_llama(4))).exact

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from kvsnap.errors import ContextError, FormatError, InputError, UnsupportedErro
 from kvsnap.filing import LossReport, convert, dumps, inspect, load, loads, repair, save, verify
 from kvsnap.formats import colikv
 from kvsnap.identity import Compatibility, compare
+from kvsnap.labels import accepted_label, inexact_because
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine, Progress, Token
 from kvsnap.session import Session
@@ -156,7 +156,8 @@ def restore(
     identified = time.perf_counter()
     if non_finite == "refuse":
         _refuse_non_finite(snapshot)
-    installed = engine.install(_placed(snapshot, engine), progress, cast="dtype" in accept, rows=rows)
+    labelled = accepted_label(snapshot, report)
+    installed = engine.install(_placed(labelled, engine), progress, cast="dtype" in accept, rows=rows)
     finished = time.perf_counter()
     if sampler is not None:
         engine.sampler = sampling.start(sampler)
@@ -176,25 +177,6 @@ def restore(
         identity_s=identified - started,
         install_s=finished - identified,
     )
-
-
-def inexact_because(snapshot: Snapshot) -> str:
-    """Return why a run cannot go on from a snapshot bit for bit, whatever the model; empty if nothing is in the way."""
-    if snapshot.bound == math.inf:
-        told = snapshot.metadata.get(editing.EDITED)
-        if told is None:
-            return "values may be off by an unknown amount"
-        return f"the history was edited ({told}): the rows behind were computed while that was there"
-    if snapshot.bound:
-        return f"the file is not exact: values may be off by up to {snapshot.bound:.3g}"
-    if snapshot.n_pending > 1:
-        return (
-            f"{snapshot.n_pending} tokens are not evaluated yet: they are evaluated together, which can differ in the "
-            "last bits from the way they were first"
-        )
-    if snapshot.tokens and not snapshot.n_pending and snapshot.logits is None:
-        return "no logits are stored, so the last row is evaluated again"
-    return ""
 
 
 def reuse(
@@ -218,13 +200,10 @@ def reuse(
     so) and for ids outside the vocabulary, `ContextError` where they do not fit, before anything has changed; else as
     `restore`. When the pass over the rest fails the engine holds what was stored.
     """
-    wanted = _ids(ids)
-    wrong = next((i for i in wanted if not 0 <= i < engine.vocab_size), None)
-    if not wanted or wrong is not None:
-        raise InputError("ids to reuse a beginning of", expected=f"one or more of 0 to {engine.vocab_size - 1}",
-                         found="none" if wrong is None else wrong)  # fmt: skip
+    wanted = _wanted(ids, engine)
     started = time.perf_counter()
     snapshot, same = _beginning(source, wanted)
+    _check_input(snapshot, engine)
     found = engine.identity(progress)
     report = compare(snapshot.identity, found, accept=accept, needed=len(wanted), limit=engine.context_limit)
     report.raise_if_refused()
@@ -242,7 +221,7 @@ def reuse(
         engine.warm(wanted, progress)
         notes.append("nothing could be reused: all ids were evaluated")
     else:
-        placed = _placed(snapshot, engine)
+        placed = _placed(accepted_label(snapshot, report), engine)
         notes += engine.install(placed, progress, cast="dtype" in accept, prefix=bool(rest)).notes
         if rest or snapshot.n_pending:
             engine.prefill(rest)
@@ -255,6 +234,26 @@ def reuse(
         notes=(*notes, reason) if reason else tuple(notes), identity_s=identified - started,
         install_s=time.perf_counter() - identified,
     )  # fmt: skip
+
+
+def _wanted(ids: Sequence[int], engine: Engine) -> tuple[int, ...]:
+    wanted = _ids(ids)
+    wrong = next((i for i in wanted if not 0 <= i < engine.vocab_size), None)
+    if not wanted or wrong is not None:
+        raise InputError("ids to reuse a beginning of", expected=f"one or more of 0 to {engine.vocab_size - 1}",
+                         found="none" if wrong is None else wrong)  # fmt: skip
+    return wanted
+
+
+def _check_input(snapshot: Snapshot, engine: Engine) -> None:
+    """Refuse a history of another input of an encoder-decoder than the one that is encoded: its ids do not tell."""
+    own, encoded = snapshot.encoder_input, getattr(engine, "encoded", None)
+    if own is not None and encoded is not None and own != encoded:
+        raise InputError(
+            "what is stored is of another input of the encoder than the one that is encoded",
+            expected=encoded,
+            found=own,
+        )
 
 
 def _beginning(source: Snapshot | Session, ids: tuple[int, ...]) -> tuple[Snapshot, int]:

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.labels import EDITED
 from kvsnap.layout import PositionRun, Run, Snapshot, join_positions, join_runs
 from kvsnap.tensors import Array, Layer, Pairing, Tensor
 
-__all__ = ["EDITED", "Rope", "needs_rope", "remove"]
+__all__ = ["Rope", "needs_rope", "remove"]
 
-EDITED = "edited"
 """Name under which the metadata of an edited snapshot tells what was removed."""
 
 MOST_ROWS = 2**24

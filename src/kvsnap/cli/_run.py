@@ -15,7 +15,6 @@ import click
 
 import kvsnap
 from kvsnap import inspection
-from kvsnap.api import inexact_because
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._model import (
     ChosenModel,
@@ -43,6 +42,7 @@ from kvsnap.cli._paths import check_apart, check_target, is_sealed
 from kvsnap.cli._turn import Turn, prompt_ids, restored
 from kvsnap.errors import CompatibilityError, ContextError, FormatError, InputError, MissingError, StorageError
 from kvsnap.identity import Compatibility
+from kvsnap.labels import inexact_because
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from kvsnap.editing import EDITED
 from kvsnap.engines._tf_layers import kind_of, layer_at, numpy_view
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_parts import Geometry, Part, state
 from kvsnap.engines._tf_quantised import check_sizes
 from kvsnap.engines._tf_state import Line, check_ids, check_room, straightened
 from kvsnap.errors import CompatibilityError, InputError, UnsupportedError
+from kvsnap.labels import labels_of
 from kvsnap.layout import PositionRun, Snapshot
 from kvsnap.protocols import Progress
 from kvsnap.tensors import Layer, Tensor, read_all
@@ -174,11 +174,11 @@ def _line_of(snapshot: Snapshot, *, prefix: bool) -> Line:
     logits = None if snapshot.logits is None else np.array(snapshot.logits.array)
     positions = straightened(snapshot.positions)
     behind = positions[-1].start + positions[-1].count if positions else snapshot.n_rows
+    labels = tuple(labels_of(snapshot.metadata).items())
     line = Line(
         snapshot.tokens, tuple(snapshot.runs), snapshot.n_rows, snapshot.n_pending, logits, positions=positions,
         offset=None if snapshot.token_offset == behind else snapshot.token_offset,
-        inexact_rows=snapshot.n_rows if snapshot.bound else 0, bound=snapshot.bound,
-        edited=snapshot.metadata.get(EDITED, ""),
+        inexact_rows=snapshot.n_rows if snapshot.bound or labels else 0, bound=snapshot.bound, labels=labels,
     )  # fmt: skip
     if line.n_rows and not line.n_pending and logits is None and not prefix:
         if not line.tokens:

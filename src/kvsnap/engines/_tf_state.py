@@ -33,7 +33,7 @@ class Line:
     may be fewer than `n_rows + n_pending` where a foreign file kept the last ids only. `again` is True when the first
     pending id had been evaluated before: it takes a pass of its own, as a step does, so that what follows it is split
     as it was. `columns` counts those of the cache that were evaluated, in a batch: a state has taken up all of them.
-    The first `inexact_rows` rows came from a snapshot that was not exact: its `bound`, and how it was `edited`, stay
+    The first `inexact_rows` rows came from a snapshot that was not exact: its `bound`, and its `labels`, stay
     true of them.
     """
 
@@ -49,7 +49,7 @@ class Line:
     columns: int | None = None
     inexact_rows: int = 0
     bound: float = 0.0
-    edited: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
 
     @property
     def taken(self) -> int:

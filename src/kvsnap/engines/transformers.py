@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvsnap.editing import EDITED, Rope
+from kvsnap.editing import Rope
 from kvsnap.engines import _tf_text
 from kvsnap.engines._tf_adopt import lines_in, only_rows
 from kvsnap.engines._tf_caches import cache_fact
@@ -147,7 +147,7 @@ class TransformersEngine(Encoding):
             sampler=live.sampler,
             identity=self.identity(progress),
             text=None if self.tokenizer is None else self.detokenize(line.tokens),
-            metadata={EDITED: line.edited} if line.edited and start < line.inexact_rows else {},
+            metadata=dict(line.labels) if start < line.inexact_rows else {},
         )
 
     def _cache_dtype(self) -> str:
