@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvsnap.engines._tf_stamp import Stamp
 from kvsnap.errors import ContextError, InputError
 from kvsnap.layout import (
     EncoderInput,
@@ -110,7 +111,8 @@ def straightened(runs: Sequence[PositionRun]) -> tuple[PositionRun, ...]:
 class Live:
     """A cache, the sequences in it (one for each row of the batch), the sampler, and what the cache looked like.
 
-    `encoded` names the input of an encoder-decoder; None: nothing is encoded.
+    `encoded` names the input of an encoder-decoder; None: nothing is encoded. `stamp` is that of the model that made
+    the rows, None where it was changed while it did, or where there are none.
     """
 
     cache: Any
@@ -118,6 +120,7 @@ class Live:
     sampler: SamplerState
     marks: tuple[object, ...]
     encoded: EncoderInput | None = None
+    stamp: Stamp | None = None
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, first: int) -> tuple[int, ...]:
