@@ -34,6 +34,7 @@ class Line:
     may be fewer than `n_rows + n_pending` where a foreign file kept the last ids only. `again` is True when the first
     pending id had been evaluated before: it takes a pass of its own, as a step does, so that what follows it is split
     as it was. `columns` counts those of the cache that were evaluated, in a batch: a state has taken up all of them.
+    `gap` is the first column behind padding that has ids before it, where no positions were given.
     """
 
     tokens: tuple[int, ...] = ()
@@ -46,6 +47,7 @@ class Line:
     positions: tuple[PositionRun, ...] = ()
     offset: int | None = None
     columns: int | None = None
+    gap: int | None = None
 
     @property
     def taken(self) -> int:
