@@ -101,10 +101,10 @@ class LiveState:
         self._mend()
         live = self._live
         if live.marks != marks_of(live.cache):
-            counted = [rows for rows in rows_of(live.cache) if rows is not None]
+            wanted, found = live.lines[0].n_rows, max((n for n in rows_of(live.cache) if n is not None), default=0)
             raise InputError(
                 "the live cache was changed outside the engine; hand it back with adopt()",
-                expected=f"{live.lines[0].n_rows} rows", found=f"{max(counted, default=0)} rows",
+                expected=f"{wanted} rows", found=f"{found} rows" if found != wanted else "other rows",
             )  # fmt: skip
         return live
 
