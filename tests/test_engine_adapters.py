@@ -21,7 +21,7 @@ from kvsnap.engines._tf_adapters import Adapters  # noqa: E402
 from kvsnap.engines._tf_identity import _digests  # noqa: E402
 from kvsnap.engines._tf_weights import named_tensors  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
-from kvsnap.errors import CompatibilityError, UnsupportedError  # noqa: E402
+from kvsnap.errors import CompatibilityError, ConflictError, UnsupportedError  # noqa: E402
 from kvsnap.identity import Identity, compare  # noqa: E402
 from tiny_models import ByteTokenizer, tiny_llama, tiny_qwen3  # noqa: E402
 
@@ -330,3 +330,58 @@ def test_a_restore_with_the_adapter_goes_on_exactly_and_accept_names_it() -> Non
     back = kvsnap.restore(snapshot, other, accept=["adapters"])
     assert not back.exact
     assert [other.step().id for _ in range(8)] != expected, "the control: the adapter decides the answer"
+
+
+def _scaled(model: Any, scale: float) -> None:
+    for part in model.modules():
+        if hasattr(part, "set_scale"):
+            part.set_scale("default", scale)
+
+
+SWITCHES: dict[str, Callable[[Any], Any]] = {
+    "another": lambda m: m.set_adapter("other"),
+    "two": lambda m: m.base_model.set_adapter(["default", "other"]),
+    "none": lambda m: m.base_model.disable_adapter_layers(),
+    "another scale": lambda m: _scaled(m, 0.5),
+    "merged": lambda m: m.merge_adapter(),
+    "a buffer": lambda m: m.get_base_model().model.rotary_emb.inv_freq.mul_(1.01),
+}
+
+
+def two_adapters() -> Any:
+    model = adapted()
+    model.add_adapter("other", lora())
+    return draw(model, 2, "other")
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_b18_rows_of_one_adapter_are_never_captured_as_those_of_another(switch: str) -> None:
+    model = two_adapters()
+    engine = TransformersEngine(model, ByteTokenizer())
+    list(kvsnap.generate(engine, "a prompt", max_tokens=5))
+    kvsnap.capture(engine)
+    SWITCHES[switch](model)
+    with pytest.raises(ConflictError, match="adapters were switched"):
+        kvsnap.capture(engine)
+    engine.reset()
+    list(kvsnap.generate(engine, "a prompt", max_tokens=5))
+    snapshot = kvsnap.capture(engine)
+    assert snapshot.identity != identity(two_adapters()), "the control: it is another model"
+
+
+@pytest.mark.parametrize("change", [lambda e: e.step(), lambda e: e.prefill([1, 2]), lambda e: e.settle()])
+def test_b18_rows_made_while_an_adapter_was_off_are_not_captured_when_it_is_on_again(change: Any) -> None:
+    model = two_adapters()
+    engine = TransformersEngine(model, ByteTokenizer())
+    list(kvsnap.generate(engine, "a prompt", max_tokens=5))
+    with model.disable_adapter():
+        pass
+    kvsnap.capture(engine)  # nothing was evaluated meanwhile
+    with model.disable_adapter():
+        change(engine)
+    engine.step()
+    with pytest.raises(ConflictError, match="adapters were switched"):
+        kvsnap.capture(engine)
+    engine.rewind(0)
+    engine.prefill([1, 2])
+    assert kvsnap.capture(engine).identity == TransformersEngine(model, ByteTokenizer()).identity()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import kvsnap  # noqa: E402 - after the extras are known to be there
+from family_models import FAMILIES, build, known  # noqa: E402
 from kvsnap import inspection  # noqa: E402
 from kvsnap.engines._tf_layers import KINDS as LAYERS  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
@@ -203,6 +205,68 @@ def test_padding_on_the_right_is_left_out_or_refused_by_name(kind: str) -> None:
         other.install(snapshot)
         if kind != "index":
             assert ids_of(other, 6) == ids_of(reference, 6)
+
+
+def test_rows_behind_padding_on_the_right_are_refused_without_their_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("full")
+    ids, mask = padded("right")
+    engine = TransformersEngine(model)
+    out = generated(engine, "dynamic", ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False)
+    engine.adopt(engine.cache, out.sequences, attention_mask=mask)
+    for row, prompt in enumerate(PROMPTS):
+        if len(prompt) == WIDTH:
+            assert engine.capture(row=row).n_rows == WIDTH + STEPS - 1
+            continue
+        with pytest.raises(UnsupportedError, match="goes on at column 7 behind padding, at positions that are not"):
+            engine.capture(row=row)
+    # Control: generate counted them from 1 on, so these are not the rows of their positions.
+    monkeypatch.setattr("kvsnap.engines._tf_capture.refuse_gap", lambda _: None)
+    snapshot = engine.capture(row=0)
+    other = TransformersEngine(model)
+    other.prefill(snapshot.tokens[:-1])
+    assert close(snapshot, replace(other.capture(), logits=None)) > 1e-2
+
+
+def test_rows_behind_padding_on_the_right_are_captured_with_their_positions() -> None:
+    model = model_of("full")
+    ids, mask = padded("right")
+    more = torch.tensor([[30, 3], [31, 4], [32, 5]])
+    places = torch.tensor([[*range(WIDTH), len(prompt), len(prompt) + 1] for prompt in PROMPTS])
+    engine = TransformersEngine(model)
+    cache, whole = engine.cache, torch.cat([mask, torch.ones_like(more)], 1)
+    with torch.no_grad():
+        for first, stop, new in ((0, WIDTH, ids), (WIDTH, WIDTH + 2, more)):
+            model(
+                new, attention_mask=whole[:, :stop], position_ids=places[:, first:stop], use_cache=True,
+                **{engine._model.cache_keyword: cache},
+            )  # fmt: skip
+    engine.adopt(cache, torch.cat([ids, more], 1), attention_mask=whole, position_ids=places)
+    for row, prompt in enumerate(PROMPTS):
+        snapshot = engine.capture(row=row)
+        reference, other = TransformersEngine(model), TransformersEngine(model)
+        reference.prefill(prompt)
+        reference.prefill(more[row, :1].tolist())
+        assert (snapshot.n_rows, snapshot.n_pending) == (len(prompt) + 1, 1)  # the last one is evaluated again
+        assert close(snapshot, replace(reference.capture(), logits=None)) < ROUNDING
+        reference.prefill(more[row, 1:].tolist())
+        other.install(snapshot)
+        assert ids_of(other, 6) == ids_of(reference, 6)
+
+
+def test_padding_in_a_batch_of_minimax_is_refused_by_name() -> None:
+    if not known(FAMILIES["minimax"]):
+        pytest.skip(f"transformers {transformers.__version__} does not have it")
+    model = build("minimax")
+    engine = TransformersEngine(model)
+    ids, mask = padded()
+    out = generated(engine, "dynamic", ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False)
+    engine.adopt(engine.cache, out.sequences, attention_mask=mask)
+    for row in (0, 2):
+        with pytest.raises(UnsupportedError, match="minimax does not keep padding on the left out of its states"):
+            engine.capture(row=row)
+    snapshot, other = engine.capture(row=1), TransformersEngine(model)
+    other.install(snapshot)
+    assert len(ids_of(other, 6)) == 6
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "recurrent", "hybrid"])

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import kvsnap  # noqa: E402 - after the extras are known to be there
+from kvsnap.engines import _tf_layers  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.errors import InputError, UnsupportedError  # noqa: E402
 from kvsnap.layout import PositionRun  # noqa: E402
@@ -100,6 +101,48 @@ def test_a_cache_that_was_changed_outside_is_noticed(kind: str) -> None:
         engine.model(torch.tensor([[1]]), **{name: engine.cache}, use_cache=True)
     with pytest.raises(InputError, match="changed outside the engine"):
         engine.step()
+
+
+def test_rows_that_were_replaced_by_as_many_others_are_noticed() -> None:
+    engine = TransformersEngine(tiny_llama(3))
+    engine.prefill([5, 17, 42, 99])
+    engine.capture()
+    cache, name = engine.cache, engine._model.cache_keyword
+    _tf_layers.cut(cache, 2)
+    with torch.no_grad():
+        engine.model(torch.tensor([[1, 2]]), **{name: cache}, use_cache=True)
+    for work in (engine.step, engine.capture, lambda: engine.rewind(3)):
+        with pytest.raises(InputError, match=r"changed outside the engine.*expected 4 rows, found other rows"):
+            work()
+    engine.adopt(cache, [[5, 17, 1, 2]])
+    control = TransformersEngine(engine.model)
+    control.prefill([5, 17])
+    control.prefill([1, 2])
+    assert ids_of(engine, 5) == ids_of(control, 5)
+
+
+@pytest.mark.parametrize("work", ["install", "adopt"])
+def test_an_interrupt_before_the_end_leaves_a_fresh_engine_as_it_was(
+    work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TransformersEngine(tiny_llama(3))
+    engine.prefill([5, 17, 42, 99])
+    snapshot, cache = engine.capture(), engine.cache
+    fresh = TransformersEngine(engine.model)
+
+    def interrupted(_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def run() -> None:
+        fresh.install(snapshot) if work == "install" else fresh.adopt(cache, [[5, 17, 42, 99]])
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvsnap.engines.transformers.stamp_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    assert (fresh.tokens, fresh.n_rows, fresh.capture().n_rows) == ((), 0, 0)
+    run()
+    assert fresh.capture().tokens == (5, 17, 42, 99)
 
 
 @pytest.mark.parametrize("kind", MODELS)

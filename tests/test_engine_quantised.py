@@ -810,3 +810,34 @@ def test_nothing_is_computed_from_codes_on_the_way(monkeypatch: pytest.MonkeyPat
 
 if __name__ == "__main__":
     resume_all(Path(sys.argv[1]))
+
+
+def test_one_snapshot_into_several_rows_where_rows_have_codes_of_their_own() -> None:
+    engine = grown("fp8", 9)
+    engine.step()
+    snapshot = engine.capture()
+    expected = ids_of(engine, 6)
+    engine.install(snapshot, rows=3)
+    assert engine.rows == 3
+    for row in range(3):
+        assert bits(engine.capture(row=row)) == bits(snapshot)
+    # A pass of the user's own over all three, then one of them alone.
+    ids = torch.tensor([snapshot.tokens] * 3)
+    out = engine.model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=engine.cache, do_sample=False, max_new_tokens=4,
+        return_dict_in_generate=True, pad_token_id=0,
+    )  # fmt: skip
+    assert out.sequences[:, ids.shape[1] :].tolist() == [expected[:4]] * 3
+    engine.adopt(engine.cache, out.sequences, attention_mask=torch.ones_like(ids))
+    one = engine.capture(row=1)
+    engine.install(one)
+    assert ids_of(engine, 2) == expected[4:]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_one_snapshot_into_several_rows_is_refused_where_codes_are_made_together(name: str) -> None:
+    engine = grown(name, 9)
+    snapshot, before = engine.capture(), content(engine.cache)
+    with pytest.raises(UnsupportedError, match="quantises the rows of a batch together"):
+        engine.install(snapshot, rows=3)
+    assert (content(engine.cache), engine.rows) == (before, 1)

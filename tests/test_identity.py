@@ -140,6 +140,18 @@ def test_accept_names_a_field_or_is_refused() -> None:
     assert "weights" in str(caught.value)
 
 
+def test_what_chooses_kernels_may_stand_among_the_settings_of_an_earlier_file() -> None:
+    versions = (("transformers", '"5.24.0"'),)
+    kernels = ("kernels", '{"chunk_size_feed_forward": 0}')
+    now = replace(IDENTITY, engine="transformers", runtime=(kernels, *versions))
+    before = replace(now, config=(("chunk_size_feed_forward", "0"), *now.config), runtime=versions)
+    for report in (compare(before, now), compare(now, before)):
+        assert report.ok
+        assert one(report, "runtime.kernels").verdict == "unknown"
+    other = replace(before, config=(("chunk_size", "0"), *now.config))
+    assert [f.name for f in compare(other, now).refusals] == ["config.chunk_size"], "the control"
+
+
 def test_accept_takes_single_settings_and_some_of_the_weights() -> None:
     names = [f"model.layers.{i}.self_attn.{p}_proj.weight" for i in (1, 10) for p in "qk"]
     config = (("rope_parameters.factor", "2.0"), ("rope_parameters.rope_type", '"yarn"'))

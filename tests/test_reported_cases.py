@@ -5,11 +5,14 @@ Cases whose right outcome is tested elsewhere already, and the test that shows i
 
 | case | where |
 |---|---|
-| B9, hybrid | refused by name: test_engine_transformers.py: test_a_family_that_is_not_supported_is_refused_by_name |
+| B1 | test_engine_rewind.py: test_b01_... |
+| B2, B15, B17, B18 | test_reported_models.py; switched under live rows: test_engine_adapters.py: test_b18_... |
+| B4, and B9 of windows, states and sessions | test_reuse.py: test_b04_..., test_b09_... |
 | B15 another model | test_api.py: test_one_changed_weight_is_refused_by_name_and_changes_nothing |
-| B18 adapters | test_engine_identity.py: test_an_adapter_is_digested_with_its_scale_and_apart_from_the_weights |
+| B20, B21 quantised caches | test_engine_quantised.py: test_b20_..., test_b21_... |
 | B24 rotated keys against those made anew | test_engine_editing.py |
 | B21 odd widths | no padding: test_codecs.py: test_codes_match_the_plain_formula_in_every_tile_and_group_size |
+| B27 | test_engine_layers.py: test_b27_... |
 | B31, one file per rule | under 512 MB: test_native_hostile.py: test_hostile_file_is_refused; test_mlxkv_hostile.py: |
 | | test_the_outcome_of_every_golden_in_little_memory; test_colikv_hostile.py: test_a_hostile_file_is_refused_... |
 | B31 zstd bomb | there is no zstd yet; its number is refused: test_codecs.py: test_a_reserved_number_is_unsupported |
@@ -18,8 +21,6 @@ Cases whose right outcome is tested elsewhere already, and the test that shows i
 | too long | test_api.py: test_too_long_a_snapshot_names_both_numbers |
 
 Those of a library of sessions (B29, and B7, B12, B32, B35 once more): test_reported_library.py.
-
-Not yet: B1, B2, B4 (windows, hybrids), B17, B20 (quantised caches), B27 (positions that jump, on restore).
 """
 
 from __future__ import annotations

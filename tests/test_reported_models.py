@@ -1,7 +1,8 @@
 """Failures that people met elsewhere where a cache met another model; each test is named after its case.
 
-A cache of other weights, another adapter or another rotation fits in shape and answers wrongly. Each test saves to a
-file, restores from it, and has a control: without the check the answer would be another one.
+A cache of other weights, another adapter or another rotation fits in shape and answers wrongly, and so do the rows of a
+window in another order. Each test saves to a file, restores from it, and has a control: without the check the answer
+would be another one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -20,9 +22,10 @@ import kvsnap  # noqa: E402 - after the extras are known to be there
 from kvsnap.engines._tf_identity import cache_quantisation_of  # noqa: E402
 from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
-from kvsnap.errors import CompatibilityError  # noqa: E402
+from kvsnap.errors import CompatibilityError, KvsnapError, UnsupportedError  # noqa: E402
 from kvsnap.identity import Identity  # noqa: E402
-from tiny_models import PROMPT, ByteTokenizer, save_tiny, tiny_llama  # noqa: E402
+from kvsnap.layout import Snapshot, Tensor  # noqa: E402
+from tiny_models import PROMPT, ByteTokenizer, save_tiny, tiny_llama, tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -36,6 +39,70 @@ def saved_from(engine: Any, path: Path) -> list[int]:
     list(kvsnap.generate(engine, PROMPT, max_tokens=5))
     kvsnap.save(kvsnap.capture(engine), path)
     return go_on(engine)
+
+
+WINDOW = 8
+B2_LAYERS = {"window": ["sliding_attention"] * 3, "mixed": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+
+def windowed(layers: str) -> TransformersEngine:
+    kinds = {"layer_types": B2_LAYERS[layers], "sliding_window": WINDOW, "use_sliding_window": True}
+    return TransformersEngine(tiny_model("qwen2", 0, max_window_layers=0, **kinds))
+
+
+def steps(engine: TransformersEngine, count: int) -> list[tuple[int, bytes]]:
+    """The ids that follow, each with all bits of the logits behind it."""
+    found = []
+    for _ in range(count):
+        chosen = engine.step().id
+        engine.settle()
+        logits = engine.capture().logits
+        assert logits is not None
+        found.append((chosen, logits.array.tobytes()))
+    return found
+
+
+def changed(snapshot: Snapshot, change: Any) -> Snapshot:
+    """A snapshot with other rows in its windows."""
+    return replace(
+        snapshot,
+        layers=tuple(
+            replace(x, tensors=tuple(change(t) if t.spec.growth == "window" else t for t in x.tensors))
+            for x in snapshot.layers
+        ),
+    )
+
+
+@pytest.mark.parametrize("length", [5, 8, 9, 20, 40])
+@pytest.mark.parametrize("layers", B2_LAYERS)
+def test_b02_a_prompt_longer_than_the_window_goes_on_as_it_was(layers: str, length: int, tmp_path: Path) -> None:
+    prompt, engine = [(7 * i + 3) % 250 for i in range(length)], windowed(layers)
+    engine.prefill(prompt)
+    kvsnap.save(kvsnap.capture(engine), tmp_path / "a.kvsnap")
+    with kvsnap.Session.open(tmp_path / "s.kvsnap") as session:
+        session.append(kvsnap.capture(engine))
+    never_saved = windowed(layers)
+    never_saved.prefill(prompt)
+    expected = steps(never_saved, 16)
+    assert len({token for token, _ in expected}) > 4
+    snapshot = kvsnap.load(tmp_path / "a.kvsnap")
+    held = [(t.start, t.n_rows) for t in snapshot.tensors() if t.spec.growth == "window"]
+    assert set(held) == {(max(0, length - WINDOW + 1), min(length, WINDOW - 1))}
+    with kvsnap.Session.open(tmp_path / "s.kvsnap") as session:
+        sources = [snapshot, session.load()]
+    for source in sources:
+        again = windowed(layers)
+        done = kvsnap.restore(source, again)
+        assert (done.exact, done.recomputed) == (True, 0)
+        assert steps(again, 16) == expected
+        assert again.evaluated == 16
+    # Controls: the rows as a ring turned by one would hold them, and one row less than the window needs.
+    turned = changed(snapshot, lambda t: Tensor(t.spec, np.roll(t.array, 1, axis=1), start=t.start))
+    again.install(turned)
+    assert steps(again, 16) != expected
+    fewer = changed(snapshot, lambda t: Tensor(t.spec, t.array[:, 1:].copy(), start=t.start + 1))
+    with pytest.raises(UnsupportedError, match="rows that the window of 8 needs are missing"):
+        again.install(fewer)
 
 
 def test_b15_weights_that_differ_under_the_same_name_and_path_are_refused_by_the_name_of_the_tensor(
@@ -182,6 +249,22 @@ def test_b17_a_cache_of_another_rotation_is_refused_by_name(tmp_path: Path) -> N
     codes = _Quantised(1)._quantize(rows)
     assert float((_Quantised(1)._dequantize(codes) - rows).abs().max()) < 0.2
     assert float((_Quantised(2)._dequantize(codes) - rows).abs().max()) > 1
+
+
+def test_b17_a_live_quantised_cache_that_is_rotated_is_refused_by_one_that_is_not(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"cache": "quantised", "cache_options": {"backend": "fp8"}}
+    try:
+        engine, plain = (TransformersEngine(tiny_llama(), ByteTokenizer(), **options) for _ in range(2))
+    except KvsnapError as error:
+        pytest.skip(str(error))
+    expected = saved_from(engine, tmp_path / "a.kvsnap")
+    assert kvsnap.restore(kvsnap.load(tmp_path / "a.kvsnap"), plain).exact, "the control"
+    assert go_on(plain) == expected
+    for layer in engine.cache.layers:
+        layer.rotation = torch.eye(16)
+    kvsnap.save(kvsnap.capture(engine), tmp_path / "b.kvsnap")
+    with pytest.raises(CompatibilityError, match=r"cache_quantisation\.rotation differ: saved \S+ found absent"):
+        kvsnap.restore(kvsnap.load(tmp_path / "b.kvsnap"), plain)
 
 
 def test_b17_what_the_layers_of_a_real_quantised_cache_say() -> None:

@@ -371,8 +371,12 @@ def _config(saved: Identity, found: Identity) -> list[FieldCheck]:
     # are the same there is no such excuse, and none where one side has a table of settings in the place of a value.
     same_version = _version(saved) == _version(found) != ""
     left, right = dict(saved.config), dict(found.config)
+    # What chooses among kernels was among the settings once, and is a part of the runtime since.
+    kernels = {k for side in (saved, found) for k in _table(dict(side.runtime).get("kernels", ""))}
     checks = []
     for name, a, b in _joined(saved.config, found.config):
+        if name in kernels and not (a and b):
+            continue
         check = _text(f"config.{name}", a, b)
         if check.verdict == "unknown" and (a or b) != "null":
             other = right if a else left

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache as remembered
 from typing import Any
 
 import xxhash
@@ -17,7 +18,7 @@ import xxhash
 from kvsnap.errors import UnsupportedError
 from kvsnap.identity import AdapterDigest, WeightDigest
 
-__all__ = ["Adapters"]
+__all__ = ["Adapters", "in_use"]
 
 _INNER = frozenset({"base_layer", "original_module"})
 """Where a wrapper keeps what it wraps."""
@@ -107,11 +108,26 @@ class Adapters:
         return AdapterDigest(name, xxhash.xxh3_128_hexdigest(text.encode()), ",".join(different))
 
 
+def in_use(part: Any) -> tuple[object, ...]:
+    """Return which adapters a module uses, at which scale, and which are merged; () where it is no wrapper."""
+    if not _is_wrapper(part):
+        return ()
+    active = part.active_adapters
+    names = (active,) if isinstance(active, str) else tuple(active)
+    used = () if getattr(part, "disable_adapters", False) else names
+    return tuple((a, _scale(part, a)) for a in used), tuple(getattr(part, "merged_adapters", ()))
+
+
+@remembered
+def _is_wrapping(cls: type) -> bool:
+    return any(base.__name__ in ("BaseTunerLayer", "AuxiliaryTrainingWrapper") for base in cls.__mro__)
+
+
 def _is_wrapper(part: Any) -> bool:
-    inner = getattr(part, "_modules", {})
-    names = {cls.__name__ for cls in type(part).__mro__}
-    if names & {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}:
+    cls: type = type(part)
+    if _is_wrapping(cls):
         return True
+    inner = getattr(part, "_modules", {})
     return "base_layer" in inner and hasattr(part, "active_adapters") and not callable(part.active_adapters)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvsnap.engines._tf_caches import CACHES, refuse_offloading
-from kvsnap.engines._tf_capture import check_unpadded
+from kvsnap.engines._tf_capture import check_unpadded, refuse_gap
 from kvsnap.engines._tf_layers import kind_of, layer_at, layers_of, numpy_view, rows_of, tensors_of
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_padding import check_state
@@ -57,8 +58,9 @@ def lines_in(
         if batch > 1 and columns < ids.shape[1]:
             keep[row] &= _before_filling(ids[row], columns, ends)
         line = _line(ids[row], keep[row], n_rows, columns)
-        if places is not None:
-            line = _placed(line, places[row], keep[row])
+        line = replace(line, gap=_gap(line)) if places is None else _placed(line, places[row], keep[row])
+        if batch == 1:
+            refuse_gap(line)
         check_ids(line.tokens, model.vocab_size, 0)
         check_room(0, max(line.taken, line.next_position + line.n_pending), model.context_limit)
         # The logits belong to the last row; where that is padding, they say nothing about this sequence.
@@ -192,6 +194,11 @@ def _line(ids: Ids, keep: Mask, n_rows: int, columns: int) -> Line:
     runs = join_runs((), (Run("prompt", prompt), Run("generated", len(tokens) - prompt)))
     own = None if len(select) == n_rows else tuple(select.tolist())
     return Line(tokens, runs, len(select), len(tokens) - len(select), None, own, columns=n_rows)
+
+
+def _gap(line: Line) -> int | None:
+    """Return the first column of a sequence behind padding that has ids before it, None where there is none."""
+    return next((b for a, b in pairwise(line.select or ()) if b != a + 1), None)
 
 
 def _goes_back(line: Line, model: Model) -> bool:

@@ -35,7 +35,7 @@ class Rewindable(LiveState):
         live, line = self._current(), self._line()
         n_tokens = check_length(n_tokens, line)
         if not n_tokens:
-            self._live = live_of(self._model.emptied(live.cache), (Line(),), live.sampler, live.encoded)
+            self._live = live_of(self._model.emptied(live.cache), (Line(),), live.sampler, live.encoded, live.stamp)
             return Installed(0, 0)
         ends = ends_of(self._model, live.cache, line)
         ends.check(n_tokens)

@@ -16,7 +16,7 @@ from kvsnap.engines._tf_state import Line
 from kvsnap.errors import UnsupportedError
 from kvsnap.tensors import Layer, Tensor, TensorSpec, dtype_name, numpy_dtype
 
-__all__ = ["check_unpadded", "live_dtype", "logits_tensor", "read_layers"]
+__all__ = ["check_unpadded", "live_dtype", "logits_tensor", "read_layers", "refuse_gap"]
 
 
 def read_layers(model: Model, cache: Any, line: Line, row: int, start: int, dtype: str) -> tuple[Layer, ...]:
@@ -27,6 +27,7 @@ def read_layers(model: Model, cache: Any, line: Line, row: int, start: int, dtyp
     """
     if not all(geometry.is_known for geometry in model.geometry):
         return ()
+    refuse_gap(line)
     layers: list[Layer] = []
     for index, geometry in enumerate(model.geometry):
         layer = layer_at(cache, index)
@@ -106,6 +107,15 @@ def check_unpadded(part: Part, columns: Sequence[int], total: int, what: str) ->
         raise UnsupportedError(
             f"{what} takes {part.group} positions together, and there is padding among them: it cannot be taken out",
             expected=f"{total} positions without padding", found=len(columns),
+        )  # fmt: skip
+
+
+def refuse_gap(line: Line) -> None:
+    """Refuse a sequence with rows behind padding: `generate` counts their positions as if nothing were before it."""
+    if line.gap is not None:
+        raise UnsupportedError(
+            f"the sequence goes on at column {line.gap} behind padding, at positions that are not known",
+            expected="position_ids, or padding on the left", found="padding between ids",
         )  # fmt: skip
 
 

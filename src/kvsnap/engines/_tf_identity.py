@@ -19,7 +19,7 @@ from kvsnap.engines._tf_weights import digest_of, named_tensors, quantised_kinds
 from kvsnap.identity import AdapterDigest, Identity, WeightDigest, flatten_config, quantisation_text
 from kvsnap.protocols import Progress
 
-__all__ = ["cache_quantisation_of", "identity_of", "settings_of", "weights_stamp"]
+__all__ = ["cache_quantisation_of", "identity_of", "settings_of"]
 
 # Settings that decide nothing about the rows of a cache: names, labels, output options, training, initial values of
 # weights that are loaded, generation defaults.
@@ -260,18 +260,6 @@ def _slow_tokenizer(tokenizer: Any) -> list[Any]:
         {name: str(value) for name, value in getattr(tokenizer, "special_tokens_map", {}).items()},
         "" if pieces is None else _digest(pieces.serialized_model_proto()),
     ]
-
-
-def weights_stamp(module: Any) -> object:
-    """Return what changes when torch knows that a weight was changed in place, replaced or moved. Reads no weight.
-
-    It does not see everything (`parameter.data.add_(...)` leaves no trace), so it never stands for a digest.
-    """
-    stamp = []
-    for parameter in module.parameters():
-        known = not parameter.is_inference()  # an inference tensor counts no versions
-        stamp.append((parameter.data_ptr(), parameter._version if known else 0))
-    return tuple(stamp)
 
 
 def _runtime(model: Model, prefill_step: int, cache: str, kernels: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -8,8 +8,8 @@ from typing import Any
 from kvsnap.engines import _tf_text
 from kvsnap.engines._tf_back import Rewindable
 from kvsnap.engines._tf_encoder import crossed_length, encoder_input
-from kvsnap.engines._tf_identity import weights_stamp
 from kvsnap.engines._tf_live import live_of
+from kvsnap.engines._tf_stamp import stamp_of
 from kvsnap.engines._tf_state import Line
 from kvsnap.errors import UnsupportedError
 from kvsnap.layout import EncoderInput
@@ -22,7 +22,6 @@ class Encoding(Rewindable):
 
     model: Any
     tokenizer: Any
-    _stamp: object
 
     def encode(self, text: Any = None, /, **inputs: Any) -> None:
         """Encode the input of an encoder-decoder, and forget the sequence; `prefill` and `step` are of decoder ids.
@@ -36,10 +35,10 @@ class Encoding(Rewindable):
         """
         given, tensors = self._input(text, inputs)
         self._mend()
-        cache, stamp = self._model.encode(tensors), weights_stamp(self.model)
+        cache, stamp = self._model.encode(tensors), stamp_of(self._model.module)
         self.forwards += 2
         self.evaluated += 1
-        self._live, self._stamp = live_of(cache, (Line(),), self._live.sampler, given), stamp
+        self._live = live_of(cache, (Line(),), self._live.sampler, given, stamp)
 
     def holds(self, text: Any = None, /, **inputs: Any) -> bool:
         """Tell whether this is the input that is encoded; arguments and errors as those of `encode`. No pass is made.

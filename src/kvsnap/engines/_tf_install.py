@@ -10,7 +10,7 @@ import numpy as np
 from kvsnap.engines._tf_layers import kind_of, layer_at, numpy_view
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_parts import Geometry, Part, state
-from kvsnap.engines._tf_quantised import check_sizes
+from kvsnap.engines._tf_quantised import check_sizes, refuse_rows
 from kvsnap.engines._tf_state import Line, check_ids, check_room, straightened
 from kvsnap.errors import CompatibilityError, InputError, UnsupportedError
 from kvsnap.labels import labels_of
@@ -202,6 +202,8 @@ def build_cache(
     else has changed then.
     """
     cache = model.fresh_cache()
+    if batch > 1:
+        refuse_rows(snapshot.layers)
     if n_rows == 0 and not is_encoded(snapshot):
         return cache
     wanted, layers = [], []

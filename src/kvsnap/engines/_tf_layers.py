@@ -79,15 +79,17 @@ def rows_of(cache: Any) -> list[int | None]:
 
 
 def marks_of(cache: Any) -> tuple[object, ...]:
-    """Return what is different after a cache was changed: the rows of each layer, or the versions of its states."""
+    """Return what is different after a cache was changed: the rows of each layer, and the versions of what it holds."""
     return tuple(_mark(layer, kind_of(layer, index)) for index, layer in enumerate(layers_of(cache)))
 
 
 def _mark(layer: Any, kind: LayerKind) -> object:
     rows = kind.rows(layer)
-    if kind.fixed is not None:
-        return rows, _versions(kind.fixed(layer))
-    return rows if rows is not None else _versions(t for _, t in kind.read(layer))
+    # Codes may wait for a pass to be read; memory for all rows has one version for those that are nobody's, too.
+    if kind.quantisation(layer) or "cumulative_length" in kind.copied:
+        return rows
+    fixed = () if kind.fixed is None else kind.fixed(layer)
+    return rows, _versions((*(tensor for _, tensor in kind.read(layer)), *fixed))
 
 
 def _versions(tensors: Iterable[Any]) -> tuple[object, ...]:

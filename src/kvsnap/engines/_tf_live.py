@@ -11,6 +11,7 @@ from typing import Any
 from kvsnap.engines._tf_layers import Undo, marks_of, rows_of
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_rewind import Cut
+from kvsnap.engines._tf_stamp import Stamp, stamp_of
 from kvsnap.engines._tf_state import Line, Live, check_room
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.layout import EncoderInput, SamplerState
@@ -20,9 +21,11 @@ from kvsnap.sampling import start
 __all__ = ["LiveState", "live_of"]
 
 
-def live_of(cache: Any, lines: tuple[Line, ...], sampler: SamplerState, encoded: EncoderInput | None = None) -> Live:
+def live_of(
+    cache: Any, lines: tuple[Line, ...], sampler: SamplerState, encoded: EncoderInput | None, stamp: Stamp | None
+) -> Live:
     """Return a state as it is now."""
-    return Live(cache, lines, sampler, marks_of(cache), encoded)
+    return Live(cache, lines, sampler, marks_of(cache), encoded, stamp)
 
 
 class LiveState:
@@ -33,7 +36,7 @@ class LiveState:
         self.evaluated = 0
         self._model = model
         self._step = prefill_step
-        self._live = live_of(model.fresh_cache(), (Line(),), start())
+        self._live = live_of(model.fresh_cache(), (Line(),), start(), None, None)
         self._undo: tuple[Live, Undo | Cut] | None = None
 
     @property
@@ -98,10 +101,10 @@ class LiveState:
         self._mend()
         live = self._live
         if live.marks != marks_of(live.cache):
-            counted = [rows for rows in rows_of(live.cache) if rows is not None]
+            wanted, found = live.lines[0].n_rows, max((n for n in rows_of(live.cache) if n is not None), default=0)
             raise InputError(
                 "the live cache was changed outside the engine; hand it back with adopt()",
-                expected=f"{live.lines[0].n_rows} rows", found=f"{max(counted, default=0)} rows",
+                expected=f"{wanted} rows", found=f"{found} rows" if found != wanted else "other rows",
             )  # fmt: skip
         return live
 
@@ -116,7 +119,13 @@ class LiveState:
             self._mend()
 
     def _publish(self, line: Line, sampler: SamplerState) -> None:
-        self._live = live_of(self._live.cache, (line,), sampler, self._live.encoded)
+        live, module = self._live, self._model.module
+        stamp = live.stamp
+        if not (live.lines[0].n_rows or live.encoded):
+            stamp = stamp_of(module)
+        elif stamp is not None and not stamp.holds(module):
+            stamp = None  # rows of two models, and no identity is that of both
+        self._live = live_of(live.cache, (line,), sampler, live.encoded, stamp)
 
     def _evaluate(
         self, cache: Any, line: Line, progress: Progress | None = None, positions: Sequence[int] | None = None

@@ -33,7 +33,8 @@ def check_state(model: Model, line: Line, part: Part, what: str, batch: int) -> 
         raise UnsupportedError(f"{what} has padding in it, which cannot be taken out again")
     several = batch > 1
     if several not in model.masks_padding:
-        model.masks_padding[several] = _masks_padding(model, 2 if several else 1)
+        # A family that is given one id at a time masks its later passes wrongly.
+        model.masks_padding[several] = not model.cache.alone and _masks_padding(model, 2 if several else 1)
     if not model.masks_padding[several]:
         raise UnsupportedError(
             f"{what} has padding in it: {model.config.model_type} does not keep padding on the left out of its states"

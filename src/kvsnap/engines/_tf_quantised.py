@@ -6,6 +6,7 @@ enough; fp8 adds codes under a scale that its first pass set. Nothing is ever co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,9 @@ from kvsnap.errors import CompatibilityError, UnsupportedError
 from kvsnap.quantised import Quantisation
 from kvsnap.tensors import Layer, Pairing, RopeState
 
-__all__ = ["KEPT", "check_sizes", "cut", "is_quantised", "parts_of", "read", "rows", "settings_of", "write"]
+__all__ = [
+    "KEPT", "check_sizes", "cut", "is_quantised", "parts_of", "read", "refuse_rows", "rows", "settings_of", "write",
+]  # fmt: skip
 
 Live = tuple[tuple[str, Any], ...]
 
@@ -222,6 +225,17 @@ def check_sizes(layer: Layer, parts: tuple[Part, ...], n_rows: int) -> None:
             raise CompatibilityError(f"{where}: {what} differs", expected=wanted, found=value)
 
 
+def refuse_rows(layers: Sequence[Layer]) -> None:
+    """Raise `UnsupportedError` for layers whose codes cannot be put into several rows of a batch."""
+    for layer in layers:
+        kind = Quantisation.of(layer.quantisation).kind if layer.quantisation else "fp8"
+        if kind != "fp8":
+            raise UnsupportedError(
+                f"layer {layer.index}: {kind} quantises the rows of a batch together, so one is not put into several",
+                expected="1 row", found=kind,
+            )  # fmt: skip
+
+
 def write(layer: Any, live: Live, n_rows: int) -> None:
     """Make such tensors the content of an empty layer; codes are not copied."""
     if not n_rows:
@@ -245,7 +259,7 @@ def write(layer: Any, live: Live, n_rows: int) -> None:
     for place, kept in enumerate(residual):
         code, scale = by_role["code"][place], by_role["scale"][place]
         if how.kind == "fp8":
-            made.append((code, scale.reshape(())))
+            made.append((code, scale[0].reshape(())))  # the rows of a batch share one
             continue
         shape = torch.Size((1, kept.shape[1], n_rows - kept.shape[-2], kept.shape[-1]))
         build = _hqq_write if how.kind == "hqq" else _quanto_write

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvsnap.engines._tf_stamp import Stamp
 from kvsnap.errors import ContextError, InputError
 from kvsnap.layout import (
     EncoderInput,
@@ -35,6 +36,7 @@ class Line:
     as it was. `columns` counts those of the cache that were evaluated, in a batch: a state has taken up all of them.
     The first `inexact_rows` rows came from a snapshot that was not exact: its `bound`, and its `labels`, stay
     true of them.
+    `gap` is the first column behind padding that has ids before it, where no positions were given.
     """
 
     tokens: tuple[int, ...] = ()
@@ -50,6 +52,7 @@ class Line:
     inexact_rows: int = 0
     bound: float = 0.0
     labels: tuple[tuple[str, str], ...] = ()
+    gap: int | None = None
 
     @property
     def taken(self) -> int:
@@ -115,7 +118,8 @@ def straightened(runs: Sequence[PositionRun]) -> tuple[PositionRun, ...]:
 class Live:
     """A cache, the sequences in it (one for each row of the batch), the sampler, and what the cache looked like.
 
-    `encoded` names the input of an encoder-decoder; None: nothing is encoded.
+    `encoded` names the input of an encoder-decoder; None: nothing is encoded. `stamp` is that of the model that made
+    the rows, None where it was changed while it did, or where there are none.
     """
 
     cache: Any
@@ -123,6 +127,7 @@ class Live:
     sampler: SamplerState
     marks: tuple[object, ...]
     encoded: EncoderInput | None = None
+    stamp: Stamp | None = None
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, first: int) -> tuple[int, ...]:

@@ -15,13 +15,14 @@ from kvsnap.engines._tf_adopt import lines_in, only_rows
 from kvsnap.engines._tf_caches import cache_fact
 from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
 from kvsnap.engines._tf_encoder import with_input, without_input
-from kvsnap.engines._tf_identity import cache_quantisation_of, identity_of, weights_stamp
+from kvsnap.engines._tf_identity import cache_quantisation_of, identity_of
 from kvsnap.engines._tf_input import Encoding
 from kvsnap.engines._tf_install import build_cache, check_snapshot
 from kvsnap.engines._tf_layers import cut, dtype_of, rows_of
 from kvsnap.engines._tf_live import live_of
 from kvsnap.engines._tf_model import Model, recognises
 from kvsnap.engines._tf_rope import rope_of
+from kvsnap.engines._tf_stamp import stamp_of
 from kvsnap.engines._tf_state import Line, check_ids, check_positions, check_room
 from kvsnap.engines._tf_views import layers_of
 from kvsnap.errors import ConflictError, InputError, UnsupportedError
@@ -62,15 +63,13 @@ class TransformersEngine(Encoding):
         self.tokenizer = tokenizer
         self._workers = workers
         self._ends = _tf_text.end_ids(self._model.module, self._model.config)
-        self._stamp: object = None
 
     # -- evaluating --------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         self._mend()
-        self._live = live_of(
-            self._model.emptied(self._live.cache), (Line(),), self._live.sampler, self._live.encoded
-        )  # fmt: skip
+        live = self._live
+        self._live = live_of(self._model.emptied(live.cache), (Line(),), live.sampler, live.encoded, live.stamp)
 
     def prefill(self, ids: Sequence[int], *, positions: Sequence[int] | None = None) -> None:
         """As `Engine.prefill`; `positions` are those of `ids`, where they are not simply the next ones."""
@@ -83,7 +82,6 @@ class TransformersEngine(Encoding):
         if not checked:
             self._need_logits()
         with self._change() as (live, line):
-            self._stamp = self._stamp if line.n_rows or live.encoded else weights_stamp(self.model)
             self._publish(self._evaluate(live.cache, line.extended(checked, "prompt"), None, places), live.sampler)
 
     def settle(self) -> None:
@@ -112,12 +110,13 @@ class TransformersEngine(Encoding):
             raise InputError("nothing to evaluate: no ids were given")
         check_room(0, len(checked), self._model.context_limit)
         self._mend()
-        cache, stamp, encoded = self._model.emptied(self._live.cache), weights_stamp(self.model), self._live.encoded
-        if encoded is not None and self._stamp != stamp:
+        live, stamp = self._live, stamp_of(self._model.module)
+        cache, encoded = self._model.emptied(live.cache), live.encoded
+        if encoded is not None and live.stamp != stamp:
             raise ConflictError("the weights were changed or moved after the input was encoded; encode it again")
         check_room(0, len(checked), self._model.room(cache), "the static cache")
         line = self._evaluate(cache, Line().extended(checked, "prompt"), progress)
-        self._live, self._stamp = live_of(cache, (line,), self._live.sampler, encoded), stamp
+        self._live = live_of(cache, (line,), live.sampler, encoded, stamp)
 
     # -- out and in --------------------------------------------------------------------------------------------------
 
@@ -128,8 +127,11 @@ class TransformersEngine(Encoding):
         line = live.lines[row]
         if not 0 <= start <= line.n_rows:
             raise InputError("no such row to start from", expected=f"0 to {line.n_rows}", found=start)
-        if (line.n_rows or live.encoded) and self._stamp != weights_stamp(self.model):
-            raise ConflictError("the weights were changed or moved after rows were evaluated; reset() and start over")
+        if (line.n_rows or live.encoded) and live.stamp != stamp_of(self._model.module):
+            raise ConflictError(
+                "the weights were changed or moved, or adapters were switched, after rows were evaluated; reset() and "
+                "start over"
+            )
         layers = read_layers(self._model, live.cache, line, row, start, self._cache_dtype())
         if self._model.encodes:
             layers = with_input(layers, live.encoded)
@@ -182,8 +184,8 @@ class TransformersEngine(Encoding):
         cache = build_cache(snapshot, self._model, wanted, line.n_rows, workers or self._workers, progress, rows)
         if line.n_rows:
             self._model.check(cache, line.n_rows)  # what a pass would have told
-        self._live = live_of(cache, (line,) * rows, snapshot.sampler or self._live.sampler, encoded)
-        self._stamp = weights_stamp(self.model)
+        sampler = snapshot.sampler or self._live.sampler
+        self._live = live_of(cache, (line,) * rows, sampler, encoded, stamp_of(self._model.module))
         given_up = snapshot.n_rows - line.n_rows
         notes = ["no logits are stored, so the last row is evaluated again"] if given_up else []
         kept = [t.spec for t in snapshot.tensors() if t.spec.grows and t.role != "code"]
@@ -227,8 +229,7 @@ class TransformersEngine(Encoding):
             lines = (replace(lines[0], select=None, columns=None),)
             if any(held is not None and held > lines[0].n_rows for held in rows_of(cache)):
                 cut(cache, lines[0].n_rows)
-        self._live = live_of(cache, lines, self._live.sampler, given)
-        self._stamp = weights_stamp(self.model)
+        self._live = live_of(cache, lines, self._live.sampler, given, stamp_of(self._model.module))
 
     def rope(self) -> tuple[Rope | None, ...]:
         """Return how each layer rotates its keys (None: not). `UnsupportedError` where that is not fixed or known."""
