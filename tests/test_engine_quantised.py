@@ -560,31 +560,24 @@ def test_what_generate_made_is_taken_over(name: str) -> None:
     assert content(other.cache) == content(engine.cache)
 
 
-@pytest.mark.parametrize("name", GROUPED)
-def test_a_row_is_given_up_only_where_it_is_no_code(name: str) -> None:
-    # Five rows: three codes, two as they are. Without logits the last one is evaluated again.
+@pytest.mark.parametrize("name", [*GROUPED, "fp8"])
+def test_no_row_is_given_up_where_rows_are_codes(name: str) -> None:
+    # Codes are made of many rows together: without logits there is no way to evaluate the last one again.
     engine, control = grown(name, 5), grown(name, 5)
+    before, logits = content(engine.cache), torch.tensor(engine._live.lines[0].logits)
     engine.adopt(engine.cache, PROMPT[:5])
-    assert (engine.n_rows, engine.n_pending) == (4, 1)
+    assert (engine.n_rows, engine.n_pending) == (5, 0)
+    with pytest.raises(UnsupportedError, match="the last row cannot be evaluated again"):
+        engine.step()
+    assert content(engine.cache) == before
+    engine.prefill(PROMPT[5:7])
+    control.prefill(PROMPT[5:7])
     assert ids_of(engine, 6) == ids_of(control, 6)
     assert content(engine.cache) == content(control.cache)
-    # After the first pass there are codes only.
-    engine = grown(name, 3)
-    before = content(engine.cache)
-    with pytest.raises(UnsupportedError, match="cannot go back to 2 positions") as raised:
-        engine.adopt(engine.cache, PROMPT[:3])
-    assert (raised.value.expected, raised.value.found) == ("0 or 3", 2)
-    assert content(engine.cache) == before
 
-
-def test_fp8_codes_are_never_given_up() -> None:
-    # Its scale comes from the whole first pass; where that ended is not known.
-    engine = grown("fp8", 5)
-    with pytest.raises(UnsupportedError, match="cannot go back to 4 positions"):
-        engine.adopt(engine.cache, PROMPT[:5])
-    logits = torch.tensor(engine._live.lines[0].logits)
+    engine, control = grown(name, 5), grown(name, 5)
     engine.adopt(engine.cache, PROMPT[:5], logits=logits)
-    assert engine.n_rows == 5
+    assert ids_of(engine, 6) == ids_of(control, 6)
 
 
 @pytest.mark.parametrize("name", GROUPED)

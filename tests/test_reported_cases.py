@@ -1009,6 +1009,9 @@ def test_b34_a_restore_refuses_nan_on_request_and_changes_nothing(models: Callab
         kvsnap.restore(kvsnap.load(tmp_path / "a"), engine, non_finite="refuse")
     assert same(kvsnap.capture(engine), good) == []
     kvsnap.restore(good, engine, non_finite="refuse")
+    assert kvsnap.restore(good, engine, non_finite="report").notes == ()
+    told = kvsnap.restore(kvsnap.load(tmp_path / "a"), engine, non_finite="report").notes
+    assert "values that are no numbers" in told[0]
     kvsnap.restore(kvsnap.load(tmp_path / "a"), engine)  # what was saved is what comes back
     assert np.isinf(kvsnap.capture(engine).layers[1].tensors[1].array[0, 2, 3])
 

@@ -47,6 +47,9 @@ __all__ = [
     "warm_from_tokens",
 ]
 
+Policy = Literal["allow", "report", "refuse"]
+"""What a restore does about NaN and infinite values: nothing, look and tell, look and refuse."""
+
 # colibri goes on from a file only where more than 8 positions are left behind its records and the draft buffer.
 _COLIBRI_KEEPS_FREE = 9
 
@@ -132,7 +135,7 @@ def restore(
     accept: Sequence[str] = (),
     sampler: Sampler | None = None,
     draft_reserve: int = 0,
-    non_finite: Literal["allow", "refuse"] = "allow",
+    non_finite: Policy = "allow",
     rows: int = 1,
     progress: Progress | None = None,
 ) -> Restored:
@@ -141,8 +144,9 @@ def restore(
     Identity is checked first: weights (hashed now), configuration, dtype, tokenizer, adapters. A difference raises
     `CompatibilityError` with the report, unless its field is named in `accept`; then the result is not exact. More
     tokens than the context raise `ContextError`. `sampler` replaces the saved settings and random state. What was saved
-    with NaN or infinite values in it comes back with them; `non_finite="refuse"` looks first, and raises `FormatError`
-    naming layer and tensor. `rows` makes a batch of so many equal sequences, for the user's own `generate`.
+    with NaN or infinite values in it comes back with them; `non_finite="report"` looks first and says in `notes` where
+    they are, `"refuse"` raises `FormatError` naming layer and tensor. `rows` makes a batch of so many equal sequences,
+    for the user's own `generate`.
     """
     if not isinstance(snapshot, Snapshot):
         raise InputError(
@@ -154,14 +158,13 @@ def restore(
     report = check(snapshot, engine, accept=accept, draft_reserve=draft_reserve, progress=progress)
     report.raise_if_refused()
     identified = time.perf_counter()
-    if non_finite == "refuse":
-        _refuse_non_finite(snapshot)
+    found = _non_finite(snapshot, non_finite)
     labelled = accepted_label(snapshot, report)
     installed = engine.install(_placed(labelled, engine), progress, cast="dtype" in accept, rows=rows)
     finished = time.perf_counter()
     if sampler is not None:
         engine.sampler = sampling.start(sampler)
-    notes = list(installed.notes)
+    notes = [*installed.notes, *found]
     reason = inexact_because(snapshot)
     if reason and reason not in notes:
         notes.insert(0, reason)
@@ -186,7 +189,7 @@ def reuse(
     *,
     accept: Sequence[str] = (),
     min_reuse: int = 1,
-    non_finite: Literal["allow", "refuse"] = "allow",
+    non_finite: Policy = "allow",
     progress: Progress | None = None,
 ) -> Restored:
     """Put the longest stored beginning of `ids` into an engine, and evaluate the rest behind it, as one prompt.
@@ -212,11 +215,10 @@ def reuse(
             f"of {len(wanted)} ids {same} begin what is stored, and {snapshot.n_rows} of them can be reused",
             expected=f"min_reuse: {min_reuse} or more", found=snapshot.n_rows,
         )  # fmt: skip
-    if non_finite == "refuse":
-        _refuse_non_finite(snapshot)
+    bad = _non_finite(snapshot, non_finite)
     identified = time.perf_counter()
     evaluated, rest, reused = engine.evaluated, wanted[len(snapshot.tokens) :], snapshot.n_rows
-    notes = [str(f) for f in report.fields if f.level != "advice" and f.verdict != "match"][:8]
+    notes = [*bad, *(str(f) for f in report.fields if f.level != "advice" and f.verdict != "match")][:8]
     if not reused:
         engine.warm(wanted, progress)
         notes.append("nothing could be reused: all ids were evaluated")
@@ -272,14 +274,16 @@ def _beginning(source: Snapshot | Session, ids: tuple[int, ...]) -> tuple[Snapsh
     return found, same
 
 
-def _refuse_non_finite(snapshot: Snapshot) -> None:
-    bad = inspection.non_finite(snapshot)
-    if bad:
-        more = f"; and {len(bad) - 4} more tensors" if len(bad) > 4 else ""
-        raise FormatError(
-            f"the cache holds values that are no numbers: {'; '.join(map(str, bad[:4]))}{more}",
-            path=snapshot.source.get("path"),
-        )
+def _non_finite(snapshot: Snapshot, policy: Policy) -> list[str]:
+    """Return a note on values that are no numbers, if any; raise `FormatError` where they are refused."""
+    bad = [] if policy == "allow" else inspection.non_finite(snapshot)
+    if not bad:
+        return []
+    more = f"; and {len(bad) - 4} more tensors" if len(bad) > 4 else ""
+    told = f"the cache holds values that are no numbers: {'; '.join(map(str, bad[:4]))}{more}"
+    if policy == "refuse":
+        raise FormatError(told, path=snapshot.source.get("path"))
+    return [told]
 
 
 def _placed(snapshot: Snapshot, engine: Engine) -> Snapshot:

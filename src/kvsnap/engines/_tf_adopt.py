@@ -96,7 +96,8 @@ def only_rows(cache: Any, line: Line, model: Model) -> Any:
             if part.growth == "replaced" and part.row_axis >= 0 and tensor.shape[1 + part.row_axis]:
                 raise UnsupportedError(f"{what} has padding in it, which cannot be taken out again")
             if part.row_axis < 0 or part.growth == "replaced" or part.tokens_per_row != 1:
-                check_state(model, line, part, what, 1)
+                if part.row_axis < 0 or part.growth != "replaced" or tensor.shape[1 + part.row_axis]:
+                    check_state(model, line, part, what, 1)
                 live.append((role, tensor))
                 continue
             hidden = total - int(tensor.shape[1 + part.row_axis])

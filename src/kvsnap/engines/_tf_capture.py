@@ -72,7 +72,8 @@ def _copy(
             f"{what} has padding in it, which cannot be taken out again", expected=len(columns), found=total
         )
     if part.row_axis < 0 or part.growth == "replaced":
-        check_state(model, line, part, what, int(tensor.shape[0]))
+        if part.row_axis < 0 or tensor.shape[1 + part.row_axis]:
+            check_state(model, line, part, what, int(tensor.shape[0]))
         return None, copy_rows(tensor, row, slice(None), -1)
     if part.tokens_per_row != 1:
         check_state(model, line, part, what, int(tensor.shape[0]))

@@ -24,6 +24,8 @@ def check_state(model: Model, line: Line, part: Part, what: str, batch: int) -> 
     A state takes up every column of the batch. Padding on the left of it is looked into once, with two short passes,
     for a batch of one and for others: some releases mask nothing in a batch of one.
     """
+    if part.role in ("scale", "zero"):  # of codes, of which padding takes its share and no place
+        return
     columns = range(line.n_rows) if line.select is None else line.select
     if line.columns is None or line.columns == len(columns):
         return
