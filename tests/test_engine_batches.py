@@ -153,9 +153,9 @@ def test_cells_are_copied_bit_for_bit_and_those_of_padding_never(kind: str, cach
             used = min(columns, layer.max_cache_len) if cache == "static" else layer.keys.shape[2]
             hidden = columns - used  # columns that left the window
             for tensor in (layer.keys, layer.values):
-                tensor[row, :, : max(0, junk - hidden)] = float("nan")
+                tensor.data[row, :, : max(0, junk - hidden)] = float("nan")
             if getattr(layer, "indexer_keys", None) is not None:
-                layer.indexer_keys[row, :junk] = float("nan")
+                layer.indexer_keys.data[row, :junk] = float("nan")
         snapshot = engine.capture(row=row)
         assert inspection.non_finite(snapshot) == ()
         assert bits(snapshot) == before
