@@ -365,7 +365,7 @@ def test_a_pass_that_is_not_undone_would_be_seen(monkeypatch: pytest.MonkeyPatch
         with monkeypatch.context() as patch:
             patch.setitem(kinds, "DeepseekV4CSACache", replace(kind, kept=kept))
             hook = engine.model.lm_head.register_forward_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
+            with pytest.raises((ZeroDivisionError, UnsupportedError)):  # what is left of it may not even add up
                 engine.prefill(prompt(5))
             hook.remove()
             with suppress(KvsnapError):  # noticed even earlier

@@ -814,9 +814,10 @@ def test_b26_the_unused_cells_of_a_cache_are_left_out(models: Callable[..., Any]
     mask = torch.ones_like(ids)
     mask[0, unused] = 0
     with torch.no_grad():
-        out = live.model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(0), use_cache=True)
+        places = (mask.cumsum(1) - 1).clamp(0)
+        out = live.model(ids, attention_mask=mask, position_ids=places, use_cache=True)
     before = [layer.keys.clone() for layer in out.past_key_values.layers]
-    live.adopt(out.past_key_values, ids, attention_mask=mask, logits=out.logits[:, -1])
+    live.adopt(out.past_key_values, ids, attention_mask=mask, logits=out.logits[:, -1], position_ids=places)
     used = [i for i in range(len(PROMPT)) if i not in unused]
     snapshot = kvsnap.capture(live)
     assert snapshot.tokens == tuple(PROMPT[i] for i in used)
