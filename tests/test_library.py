@@ -8,10 +8,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -604,6 +605,57 @@ def test_several_threads_use_one_library(library: Library) -> None:
         assert list(pool.map(work, (100, 200, 300, 400))) == [100, 200, 300, 400]
     assert len(library.list()) == 44
     assert library.check().ok
+
+
+def test_a_slow_look_does_not_take_back_what_a_commit_noted(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one reads a file before a turn and notes it after the turn, while this one searches."""
+    add(library, "s", (1, 2))
+    with Library(library.path) as other:
+        session = library.open("s")
+        note, reaches = catalogue.Catalogue.update, catalogue.Catalogue.reaches
+        slow: list[Callable[[], None]] = []
+
+        def later(self: catalogue.Catalogue, *given: Any, **named: Any) -> None:
+            if self is other._catalogue and not slow:
+                slow.append(lambda: note(self, *given, **named))
+                session.append(snapshot((1, 2, 3, 4)))
+            else:
+                note(self, *given, **named)
+
+        def reach(self: catalogue.Catalogue, tokens: Any) -> Any:
+            if self is library._catalogue and len(slow) == 1:
+                slow.append(slow[0])
+                slow[0]()
+            return reaches(self, tokens)
+
+        os.utime(session.path)  # so that the other one reads it
+        monkeypatch.setattr(catalogue.Catalogue, "update", later)
+        monkeypatch.setattr(catalogue.Catalogue, "reaches", reach)
+        other.refresh()
+        found = library.find((1, 2, 3, 4, 5))
+        session.close()
+    assert len(slow) == 2
+    assert found is not None
+    assert found.n_tokens == 4
+
+
+def test_a_slow_look_does_not_forget_what_was_made_since(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = catalogue.Catalogue.rows
+    made: list[str] = []
+
+    def made_meanwhile(self: catalogue.Catalogue) -> Any:
+        if not made:
+            made.append("new")
+            add(library, "new", (1, 2))
+        return rows(self)
+
+    with Library(library.path) as other:
+        monkeypatch.setattr(catalogue.Catalogue, "rows", made_meanwhile)
+        other.refresh()
+        monkeypatch.undo()
+        assert [row.facts.n_tokens for row in other._catalogue.rows().values()] == [2]
 
 
 def test_a_child_process_may_go_on_with_the_library_of_its_parent(library: Library) -> None:

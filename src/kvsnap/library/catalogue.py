@@ -30,6 +30,7 @@ from kvsnap.library.tables import (
     check_members,
     forget,
     identity_of,
+    is_outdated,
     prepare,
     put,
     reach,
@@ -182,8 +183,17 @@ class Catalogue:
 
         return self._do(work)
 
-    def update(self, changed: Mapping[str, tuple[tuple[int, ...], Facts]], gone: list[str]) -> None:
-        """Note what changed files hold, and forget those that are gone (their last use is kept)."""
+    def update(
+        self,
+        changed: Mapping[str, tuple[tuple[int, ...], Facts]],
+        gone: list[str],
+        known: Mapping[str, Row] | None = None,
+    ) -> None:
+        """Note what changed files hold, and forget those that are gone (their last use is kept).
+
+        With `known`, the rows that the changes were found by, what somebody else noted of a file meanwhile stays unless
+        it is older. Else a slow look would take back what a commit noted.
+        """
         if not changed and not gone:
             return
 
@@ -192,7 +202,8 @@ class Catalogue:
                 for file_id in gone:
                     forget(db, file_id)
                 for file_id, (stamp, facts) in changed.items():
-                    put(db, file_id, stamp, facts)
+                    if known is None or not is_outdated(db, file_id, stamp, known.get(file_id)):
+                        put(db, file_id, stamp, facts)
             self._changes += 1
 
         self._do(work)

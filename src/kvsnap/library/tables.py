@@ -20,7 +20,7 @@ from kvsnap.library.trie import BLOCK, Reach, blocks, common
 
 __all__ = [
     "COLUMNS", "NotOursError", "Row", "agreed_of", "as_bytes", "as_int", "check_members", "forget", "identity_of",
-    "prepare", "put", "reach", "row_of", "transaction",
+    "is_outdated", "prepare", "put", "reach", "row_of", "transaction",
 ]  # fmt: skip
 
 _APPLICATION = 0x4B56534C
@@ -182,6 +182,17 @@ def forget(db: sqlite3.Connection, file_id: str) -> None:
 
 def _drop_unused_identities(db: sqlite3.Connection) -> None:
     db.execute("DELETE FROM identities WHERE digest NOT IN (SELECT identity FROM files)")
+
+
+def is_outdated(db: sqlite3.Connection, file_id: str, stamp: tuple[int, ...], before: Row | None) -> bool:
+    """Tell whether more is noted of a file than when it was known as `before`, and not of an earlier moment."""
+    found = db.execute("SELECT stamp FROM files WHERE file_id = ?", (file_id,)).fetchone()
+    if found is None:
+        return False
+    noted = tuple(map(int, str(found[0]).split()))
+    if before is not None and noted == before.stamp:
+        return False
+    return (noted[1], noted[0]) >= (stamp[1], stamp[0])
 
 
 def put(db: sqlite3.Connection, file_id: str, stamp: tuple[int, ...], facts: Facts) -> None:

@@ -169,10 +169,10 @@ def look(place: Place, catalogue: Catalogue) -> View:
     view.epoch = catalogue.epoch
     known = catalogue.rows()
     changed = _changed(place, view, known)
-    gone = [file_id for file_id in known if file_id not in view.seen]
+    gone = [file_id for file_id in known if file_id not in view.seen and _is_gone(place, view, file_id)]
     if changed or gone:
         expected = {*changed, *(known.keys() & view.seen.keys())}
-        catalogue.update(changed, gone)
+        catalogue.update(changed, gone, known)
         view.epoch = catalogue.epoch
         known = catalogue.rows()
         # Whoever does not see a file does not see what it needs: the catalogue may have been replaced in between.
@@ -192,6 +192,11 @@ def look(place: Place, catalogue: Catalogue) -> View:
     if _moved(place, view):
         raise CatalogueLost
     return view
+
+
+def _is_gone(place: Place, view: View, file_id: str) -> bool:
+    """Tell whether a file that was not listed is no session, and not one that was made since."""
+    return session_name(file_id) in view.others or not os.path.lexists(place.session(file_id))
 
 
 def _look_at_names(place: Place, view: View) -> None:
