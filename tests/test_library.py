@@ -607,9 +607,7 @@ def test_several_threads_use_one_library(library: Library) -> None:
     assert library.check().ok
 
 
-def test_a_slow_look_does_not_take_back_what_a_commit_noted(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_look_does_not_take_back_what_a_commit_noted(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one reads a file before a turn and notes it after the turn, while this one searches."""
     add(library, "s", (1, 2))
     with Library(library.path) as other:
