@@ -28,8 +28,8 @@ def render(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     *,
-    answer: bool = True,
-    options: Mapping[str, Any] | None = None,
+    answer: bool,
+    options: Mapping[str, Any],
 ) -> tuple[int, ...]:
     """Return the ids of a conversation under the chat template, with `answer` ready for an answer."""
     if not getattr(_present(tokenizer), "chat_template", None):
