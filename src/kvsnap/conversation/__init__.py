@@ -164,12 +164,15 @@ class Conversation:
         """
         self._holding.hold()
         messages = self._with(said) if isinstance(said, str) else checked(said)
-        if self.messages is None and not isinstance(said, str):
-            self._holding.preface = 0  # the messages say all of it
         return self._speaking.begin(messages, max_tokens, _stops(stop))
 
     def _with(self, text: str) -> tuple[Message, ...]:
         before = self.messages or ()
+        if self.messages is None and self.preface < self.n_tokens:
+            raise InputError(
+                "it is not known which messages this session holds, since it was cut inside of a turn: give all messages, "
+                "or go back to the end of a turn (session.truncate, session.rewind)"
+            )
         if not text:
             raise InputError("the message is empty; go_on() generates the answer to the last one")
         if before and before[-1]["role"] == "user":

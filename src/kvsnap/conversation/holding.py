@@ -113,7 +113,8 @@ class Holding:
             self.engine.reset()
         self.messages = session.messages
         self.ends = session.message_ends
-        self.preface = _preface(snapshot.metadata, session.n_tokens) if self.messages else session.n_tokens
+        raw = not any(number for _, number in self.ends)  # nothing was said: a text that the conversation goes on from
+        self.preface = session.n_tokens if raw else _preface(snapshot.metadata, session.n_tokens)
         self.complete = session.complete
         self.metadata = {**{k: v for k, v in snapshot.metadata.items() if k not in _OURS}, **self.metadata}
         self._agreed = session.n_tokens
