@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         verify,
         warm_from_tokens,
     )
+    from kvsnap.conversation import Conversation
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Compatibility",
     "Continuation",
+    "Conversation",
     "Engine",
     "Head",
     "Identity",
@@ -82,7 +84,7 @@ __all__ = [
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
 _HOMES = ("api", "errors", "identity", "layout", "protocols", "session")
-_LATER = {"Library": "library"}  # not needed by most programs, so loaded for itself
+_LATER = {"Conversation": "conversation", "Library": "library"}  # not needed by most programs, so loaded for itself
 
 
 def __getattr__(name: str) -> Any:
