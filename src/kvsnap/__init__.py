@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvsnap.conversation import Conversation
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
+    from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
     from kvsnap.protocols import Engine, Token
@@ -48,6 +49,7 @@ __all__ = [
     "Engine",
     "Head",
     "Identity",
+    "Journalled",
     "KvsnapError",
     "Layer",
     "Library",
@@ -68,6 +70,7 @@ __all__ = [
     "generate",
     "inspect",
     "join",
+    "journal",
     "load",
     "loads",
     "remove",
@@ -83,7 +86,7 @@ __all__ = [
 
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
-_HOMES = ("api", "errors", "identity", "layout", "protocols", "session")
+_HOMES = ("api", "journalling", "errors", "identity", "layout", "protocols", "session")
 _LATER = {"Conversation": "conversation", "Library": "library"}  # not needed by most programs, so loaded for itself
 
 
