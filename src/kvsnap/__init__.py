@@ -31,16 +31,19 @@ if TYPE_CHECKING:
         verify,
         warm_from_tokens,
     )
+    from kvsnap.attention import AttentionSnapshot
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
+    from kvsnap.probing import inspect_attention, probe
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionSnapshot",
     "Compatibility",
     "Continuation",
     "Engine",
@@ -65,9 +68,11 @@ __all__ = [
     "dumps",
     "generate",
     "inspect",
+    "inspect_attention",
     "join",
     "load",
     "loads",
+    "probe",
     "remove",
     "repair",
     "restore",
@@ -82,7 +87,13 @@ __all__ = [
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
 _HOMES = ("api", "errors", "identity", "layout", "protocols", "session")
-_LATER = {"Library": "library"}  # not needed by most programs, so loaded for itself
+_LATER = {
+    "AttentionSnapshot": "attention",
+    "Library": "library",
+    "inspect_attention": "probing",
+    "probe": "probing",
+}
+"""Not needed by most programs, so loaded for themselves."""
 
 
 def __getattr__(name: str) -> Any:
