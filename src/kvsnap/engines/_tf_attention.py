@@ -99,8 +99,8 @@ def _check_covered(model: Model, family: str, found: Mapping[tuple[bool, int], P
     unheard = [i for i in wanted if (False, i) not in found or (model.encodes and (True, i) not in found)]
     if unheard:
         raise UnsupportedError(
-            f"{family}: layer {unheard[0]} computes its attention itself, not through transformers' attention "
-            "functions, so its queries cannot be seen"
+            f"{family}: layer {unheard[0]} does not attend through transformers' attention functions, so its queries "
+            "cannot be seen"
         )
 
 
