@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvsnap.attention import AttentionSnapshot
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
+    from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
     from kvsnap.probing import inspect_attention, probe
@@ -49,6 +50,7 @@ __all__ = [
     "Engine",
     "Head",
     "Identity",
+    "Journalled",
     "KvsnapError",
     "Layer",
     "Library",
@@ -70,6 +72,7 @@ __all__ = [
     "inspect",
     "inspect_attention",
     "join",
+    "journal",
     "load",
     "loads",
     "probe",
@@ -86,7 +89,7 @@ __all__ = [
 
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
-_HOMES = ("api", "errors", "identity", "layout", "protocols", "session")
+_HOMES = ("api", "journalling", "errors", "identity", "layout", "protocols", "session")
 _LATER = {
     "AttentionSnapshot": "attention",
     "Library": "library",
