@@ -28,6 +28,7 @@ TABLE: dict[str, str] = {
     "editing": f"errors labels {MODEL}",
     "shards": f"errors {MODEL}",
     "sampling": f"errors {MODEL}",
+    "speculation": f"errors {MODEL} sampling",
     "files": "errors",
     "records": "errors files",
     "codecs": f"errors {MODEL}",

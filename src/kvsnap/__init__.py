@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvsnap.library import Library
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
+    from kvsnap.speculation import Speculated, Speculation, speculate
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,8 @@ __all__ = [
     "Sampler",
     "Session",
     "Snapshot",
+    "Speculated",
+    "Speculation",
     "Tensor",
     "Token",
     "__version__",
@@ -73,6 +76,7 @@ __all__ = [
     "restore",
     "reuse",
     "save",
+    "speculate",
     "split",
     "sweep",
     "verify",
@@ -81,7 +85,7 @@ __all__ = [
 
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
-_HOMES = ("api", "errors", "identity", "layout", "protocols", "session")
+_HOMES = ("api", "errors", "identity", "layout", "protocols", "session", "speculation")
 _LATER = {"Library": "library"}  # not needed by most programs, so loaded for itself
 
 
