@@ -39,12 +39,13 @@ TABLE: dict[str, str] = {
     "blocks": f"errors {MODEL} codecs formats stores",
     "engines": f"errors {MODEL} editing labels sampling",
     "serving": f"errors {MODEL} blocks stores",
-    "conversation": f"errors {MODEL} session library",
+    "restoring": f"errors {MODEL} formats inspection labels sampling session",
+    "conversation": f"errors {MODEL} formats labels sampling session library restoring",
     "inspection": f"errors {MODEL} formats session library",
     "plots": "inspection",
     "protocols": f"errors {MODEL}",
     "crypto": "errors",
-    "server": f"errors {MODEL} session library conversation",
+    "server": f"errors {MODEL} sampling session library restoring conversation",
 }
 TOP = {"api", "filing", "__init__"}  # may import all but the command line
 RIM = {"cli", "__main__"}  # may import all, and is the one place for a broad except

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.identity import Identity
-from kvsnap.layout import Reach, SamplerState, Snapshot
+from kvsnap.layout import SamplerState, Snapshot
+from kvsnap.reach import Reach
 from kvsnap.tensors import TensorSpec
 
 __all__ = [
@@ -113,8 +114,12 @@ class Engine(Protocol):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included. `InputError` without a tokenizer."""
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Ids of a conversation under the model's chat template, ready for an answer. `InputError` without one."""
+    def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True, **options: Any) -> tuple[int, ...]:
+        """Ids of a conversation under the model's chat template; with `answer` ready for an answer.
+
+        `options` are what the template takes: `tools`, `enable_thinking`, ... `InputError` without a template, and for
+        messages that it does not take.
+        """
 
     def reset(self) -> None:
         """Forget the sequence. Sampler and counters stay."""
@@ -124,6 +129,19 @@ class Engine(Protocol):
 
         All or nothing: on an error (ids outside the vocabulary, context full: both numbers named) the state is as
         before. Several passes may be made; the split depends on the length only.
+        """
+
+    def reach(self, n_tokens: int) -> Reach:
+        """Tell what `rewind` to `n_tokens` would keep, or to the nearest length below that can be reached.
+
+        Reads no row. `InputError` outside 0..len(tokens).
+        """
+
+    def rewind(self, n_tokens: int) -> Installed:
+        """Cut the live sequence to its first `n_tokens` tokens, in memory; sampler and random state stay.
+
+        Without logits behind the last row `prefill` goes on; `step` and `settle` evaluate that row again. `InputError`
+        outside 0..len(tokens), `UnsupportedError` for a length that a layer cannot be cut to.
         """
 
     def step(self) -> Token:
@@ -169,12 +187,6 @@ class Engine(Protocol):
 
 class Drafting(Engine, Protocol):
     """An engine that can propose ids for another one."""
-
-    def reach(self, n_tokens: int) -> Reach:
-        """Return what `rewind` to `n_tokens` tokens would keep, or to the nearest length below that can be reached."""
-
-    def rewind(self, n_tokens: int) -> Installed:
-        """Cut the live sequence to its first `n_tokens` tokens, which can be reached."""
 
     def ahead(self) -> AbstractContextManager[None]:
         """Put back, at the end, whatever is evaluated inside: rows, ids, logits, sampler; any layers can."""

@@ -71,5 +71,5 @@ class Encoding(Rewindable):
     def detokenize(self, ids: Sequence[int]) -> str:
         return _tf_text.detokenize(self.tokenizer, ids)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        return _tf_text.render(self.tokenizer, messages)
+    def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True, **options: Any) -> tuple[int, ...]:
+        return _tf_text.render(self.tokenizer, messages, answer=answer, options=options)

@@ -24,8 +24,14 @@ def detokenize(tokenizer: Any, ids: Sequence[int], *, special: bool = True) -> s
     return str(decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-    """Return the ids of a conversation under the chat template, ready for an answer."""
+def render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    answer: bool,
+    options: Mapping[str, Any],
+) -> tuple[int, ...]:
+    """Return the ids of a conversation under the chat template, with `answer` ready for an answer."""
     if not getattr(_present(tokenizer), "chat_template", None):
         raise InputError("the tokenizer has no chat template; give text or ids instead of messages")
     try:
@@ -33,7 +39,9 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[int, 
     except ImportError as error:
         raise ExtraMissingError("chat templates need jinja2: pip install jinja2") from error
     try:
-        found = tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, tokenize=True)
+        found = tokenizer.apply_chat_template(
+            [dict(m) for m in messages], add_generation_prompt=answer, tokenize=True, **options
+        )
     except (jinja2.TemplateError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"the chat template does not take these messages: {error}") from error
     # Releases from 5.0 answer with a dictionary unless told otherwise; some answer with a batch of one.
