@@ -27,6 +27,7 @@ TABLE: dict[str, str] = {
     "labels": f"errors {MODEL}",
     "editing": f"errors labels {MODEL}",
     "shards": f"errors {MODEL}",
+    "drafts": f"errors {MODEL} files formats protocols",
     "sampling": f"errors {MODEL}",
     "speculation": f"errors {MODEL} sampling",
     "files": "errors",
@@ -39,7 +40,7 @@ TABLE: dict[str, str] = {
     "blocks": f"errors {MODEL} codecs formats stores",
     "engines": f"errors {MODEL} editing labels sampling",
     "serving": f"errors {MODEL} blocks stores",
-    "restoring": f"errors {MODEL} formats inspection labels sampling session",
+    "restoring": f"errors {MODEL} drafts formats inspection labels sampling session",
     "conversation": f"errors {MODEL} formats labels sampling session library restoring",
     "inspection": f"errors {MODEL} formats session library",
     "plots": "inspection",
@@ -47,7 +48,7 @@ TABLE: dict[str, str] = {
     "crypto": "errors",
     "server": f"errors {MODEL} sampling session library restoring conversation",
 }
-TOP = {"api", "filing", "__init__"}  # may import all but the command line
+TOP = {"api", "filing", "journalling", "__init__"}  # may import all but the command line
 RIM = {"cli", "__main__"}  # may import all, and is the one place for a broad except
 FOR_ALL = {"protocols"}
 

@@ -302,7 +302,9 @@ def test_models_that_cannot_check_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="index"):
         kvsnap.speculate(make("index", "dynamic"), "lookup", IDS, max_tokens=3)
     with pytest.raises(UnsupportedError, match="one id at a time"):
-        kvsnap.speculate(TransformersEngine(tiny_model("mamba", 3, attention="eager", state_size=8)), "lookup", IDS, max_tokens=3)
+        kvsnap.speculate(
+            TransformersEngine(tiny_model("mamba", 3, attention="eager", state_size=8)), "lookup", IDS, max_tokens=3
+        )
     pytest.importorskip("hqq")
     quantised = TransformersEngine(tiny_llama(), cache="quantised", cache_options={"backend": "hqq"})
     quantised.prefill(IDS)

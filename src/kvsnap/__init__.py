@@ -31,8 +31,10 @@ if TYPE_CHECKING:
         verify,
         warm_from_tokens,
     )
+    from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
+    from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
     from kvsnap.protocols import Engine, Token
@@ -47,6 +49,7 @@ __all__ = [
     "Engine",
     "Head",
     "Identity",
+    "Journalled",
     "KvsnapError",
     "Layer",
     "Library",
@@ -65,10 +68,12 @@ __all__ = [
     "check",
     "connect",
     "convert",
+    "draft_of",
     "dumps",
     "generate",
     "inspect",
     "join",
+    "journal",
     "load",
     "loads",
     "remove",
@@ -81,11 +86,12 @@ __all__ = [
     "sweep",
     "verify",
     "warm_from_tokens",
+    "with_draft",
 ]
 
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
-_HOMES = ("api", "errors", "identity", "layout", "protocols", "session", "speculation")
+_HOMES = ("api", "journalling", "speculation", "drafts", "errors", "identity", "layout", "protocols", "session")
 _LATER = {"Library": "library"}  # not needed by most programs, so loaded for itself
 
 

@@ -169,7 +169,8 @@ class Snapshot:
 
     `tokens` are all ids seen, `runs` tell which were prompt and which generated. `logits` (`[vocab]`, in the dtype of
     the model) belong to the last evaluated position. `metadata` is the user's. `source` keeps what a foreign file said.
-    `shard` tells which part of a whole this is; None: it is whole.
+    `shard` tells which part of a whole this is; None: it is whole. `draft` holds the state of a draft model that
+    proposed ids for this one, as the bytes of a file of its own (`kvsnap.draft_of` opens it).
     """
 
     architecture: str = ""
@@ -188,6 +189,7 @@ class Snapshot:
     metadata: Mapping[str, str] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
     shard: Shard | None = None
+    draft: Tensor | None = None
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -234,7 +236,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, decoded."""
-        return sum(layer.nbytes for layer in self.layers) + (self.logits.nbytes if self.logits else 0)
+        return sum(t.nbytes for t in [*self.tensors(), *self.loose()])
 
     @property
     def bound(self) -> float:
@@ -247,9 +249,13 @@ class Snapshot:
         return encoder_input_of(self.layers)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor of every layer, in layer order (logits are apart)."""
+        """Yield every tensor of every layer, in layer order (logits and draft are apart)."""
         for layer in self.layers:
             yield from layer.tensors
+
+    def loose(self) -> tuple[Tensor, ...]:
+        """Return the tensors that belong to no layer: logits, and the draft."""
+        return tuple(t for t in (self.logits, self.draft) if t is not None)
 
     def row_positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the positions of the rows `[start, stop)` as int64."""
@@ -327,10 +333,10 @@ class Snapshot:
     def truncate(self, n_tokens: int) -> Snapshot:
         """Return the first `n_tokens` tokens as a snapshot of its own (views, nothing is copied).
 
-        Logits are kept only when no row is cut, the sampler only when nothing is. 0 leaves a snapshot without rows and
-        without what is replaced. Raise `InputError` outside 0..len(tokens), and before the rows of a partial capture;
-        `UnsupportedError` that says which layers cannot be cut there, and names the nearest lengths below and above
-        that can be reached.
+        Logits are kept only when no row is cut, sampler and draft only when nothing is. 0 leaves a snapshot without
+        rows and without what is replaced. Raise `InputError` outside 0..len(tokens), and before the rows of a partial
+        capture; `UnsupportedError` that says which layers cannot be cut there, and names the nearest lengths below and
+        above that can be reached.
         """
         self._check_length(n_tokens)
         if n_tokens == len(self.tokens):
@@ -361,6 +367,7 @@ class Snapshot:
             sampler=None,  # its random numbers stand where the last token was drawn
             text=None,
             shard=None if self.shard is None else self.shard.unproven(),
+            draft=None,  # it may hold what is cut away here
         )
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Any:
