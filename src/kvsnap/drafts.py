@@ -30,7 +30,7 @@ def with_draft(snapshot: Snapshot, draft: Snapshot | None) -> Snapshot:
     if draft.row_start:
         raise InputError("the draft has to be captured whole", expected="rows from 0", found=draft.row_start)
     _check_ids(draft, snapshot)
-    data = native.dumps(replace(draft, draft=None, text=None))
+    data = native.dumps(replace(draft, draft=None, text=None, messages=None))
     taken = [t.spec.id for t in snapshot.tensors()]
     spec = TensorSpec(
         # Behind the place of the logits, whether there are any: a session keeps one id for each.

@@ -140,11 +140,13 @@ def losses_of(snapshot: Snapshot, encoding: Encoding, content: Content) -> tuple
     more = {name for name, _ in i.config} - stated
     known = i.architecture or i.weights or i.cache_dtype or i.tokenizer or i.adapters or i.engine or more
     fields = (
+        ("draft", snapshot.draft is not None, "the draft starts empty"),
         ("logits", snapshot.logits is not None, "the first token after a restore needs a forward pass"),
         ("sampler", snapshot.sampler is not None, "settings and random state are not stored"),
         ("identity", bool(known), "only six numbers of the model are stored"),
         ("architecture", bool(snapshot.architecture), "the name of the architecture is not stored"),
         ("text", snapshot.text is not None, "the text is not stored; the ids are"),
+        ("messages", snapshot.messages is not None, "the messages of the chat are not stored"),
         ("metadata", bool(snapshot.metadata), "notes of the user are not stored"),
         ("shard", snapshot.shard is not None, f"that this is {snapshot.shard} is left out: it reads as a whole"),
         ("runs", any(r.kind == "generated" for r in snapshot.runs), "prompt and generated tokens are not told apart"),
