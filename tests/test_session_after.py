@@ -197,6 +197,29 @@ def test_a_fork_cuts_in_what_is_its_parents_too(path: Path, after: int) -> None:
     assert verify(fork).damages == ()
 
 
+def test_a_damaged_list_of_a_fork_that_was_cut_in_its_parent_is_made_anew(path: Path) -> None:
+    with talk(path, 5, 10) as parent:
+        name = f"{parent._journal.header.file_id.hex()}.kvsnap"
+    path.rename(path.with_name(name))
+    fork = Path(fork_file(str(path.with_name(name))).path)
+    with Session.open(fork) as session:
+        session.append(made((*TOKENS[:10], 1)))
+        for after in (12, 11, 3):
+            session.append(made((*session.tokens[:after], 2, 3)), after=min(after, session.n_tokens))
+        for n in range(1, 36):
+            session.append(made((*TOKENS[:3], 2, 3, *range(n))))
+        last, place = session.load(), session._now.commit.index
+    assert place
+    data = bytearray(fork.read_bytes())
+    data[place + 64 + 64] ^= 1
+    fork.write_bytes(data)
+    with pytest.raises(DamagedError):
+        kvsnap.load(fork)
+    again = path.with_name("again")
+    assert kvsnap.repair(fork, again).complete
+    assert same(kvsnap.load(again), last) == []
+
+
 def test_the_catalogue_of_a_library_follows(tmp_path: Path) -> None:
     with Library(tmp_path) as library:
         with library.open("talk") as session:
