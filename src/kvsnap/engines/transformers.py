@@ -12,11 +12,11 @@ from typing import Any
 from kvsnap.editing import Rope
 from kvsnap.engines import _tf_text
 from kvsnap.engines._tf_adopt import lines_in, only_rows
+from kvsnap.engines._tf_batch import Batched
 from kvsnap.engines._tf_caches import cache_fact
 from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
 from kvsnap.engines._tf_encoder import with_input, without_input
 from kvsnap.engines._tf_identity import cache_quantisation_of, identity_of
-from kvsnap.engines._tf_input import Encoding
 from kvsnap.engines._tf_install import build_cache, check_snapshot
 from kvsnap.engines._tf_layers import cut, dtype_of, rows_of
 from kvsnap.engines._tf_live import live_of
@@ -34,7 +34,7 @@ from kvsnap.sampling import choose
 __all__ = ["TransformersEngine", "recognises"]
 
 
-class TransformersEngine(Encoding):
+class TransformersEngine(Batched):
     """One transformers model and the live state of one sequence; see `kvsnap.protocols.Engine` for each method.
 
     `prefill_step` is the most ids evaluated in one pass, `workers` the threads that read and digest, `cache` the kind
