@@ -20,7 +20,9 @@ import kvsnap
 from encdec_models import encdec_model, input_of
 from kvsnap import sampling
 from kvsnap.cli import run
+from kvsnap.cli._sweep import print_csv
 from kvsnap.errors import ContextError, InputError, UnsupportedError
+from kvsnap.sweeping import Continuation
 from test_engine_static import make
 from tiny_models import PROMPT, ByteTokenizer, save_tiny, tiny_llama
 
@@ -235,7 +237,14 @@ def test_csv_holds_every_setting_and_any_text(saved: tuple[str, str], capsys: py
         assert float(row["sum_logprob"]) == pytest.approx(sum(one["logprobs"]), abs=1e-4)
         assert float(row["mean_logprob"]) == pytest.approx(one["sum_logprob"] / len(one["tokens"]), abs=1e-4)
         assert (row["exact"], row["rows"]) == ("True", "1")
-    assert any(set(one["text"]) & set('\n",') for one in data), "nothing had to be quoted"
+
+
+def test_text_is_quoted_where_it_has_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    text = 'one, "two"\r\nthree\n\n'
+    run_of = Continuation(kvsnap.Sampler(), (5, 6), text, (-0.5, -1.25), 1)
+    print_csv(['a,"b"'], [run_of])
+    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out, newline=""))
+    assert (row["sampler"], row["text"], row["sum_logprob"]) == ('a,"b"', text, "-1.7500")
 
 
 def test_a_batch_is_called_not_exact(saved: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

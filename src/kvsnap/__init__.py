@@ -29,11 +29,13 @@ if TYPE_CHECKING:
         verify,
         warm_from_tokens,
     )
+    from kvsnap.attention import AttentionSnapshot
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
+    from kvsnap.probing import inspect_attention, probe
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
     from kvsnap.sweeping import Continuation, sweep
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionSnapshot",
     "Compatibility",
     "Continuation",
     "Engine",
@@ -66,10 +69,12 @@ __all__ = [
     "dumps",
     "generate",
     "inspect",
+    "inspect_attention",
     "join",
     "journal",
     "load",
     "loads",
+    "probe",
     "remove",
     "repair",
     "restore",
@@ -84,7 +89,13 @@ __all__ = [
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
 _HOMES = ("api", "journalling", "sweeping", "errors", "identity", "layout", "protocols", "session")
-_LATER = {"Library": "library"}  # not needed by most programs, so loaded for itself
+_LATER = {
+    "AttentionSnapshot": "attention",
+    "Library": "library",
+    "inspect_attention": "probing",
+    "probe": "probing",
+}
+"""Not needed by most programs, so loaded for themselves."""
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,7 @@ from kvsnap.errors import InputError
 from kvsnap.layout import Sampler
 from kvsnap.sweeping import Continuation
 
-__all__ = ["COMMANDS"]
+__all__ = ["COMMANDS", "print_csv"]
 
 _SETTINGS = tuple(f.name for f in fields(Sampler))
 
@@ -91,7 +91,7 @@ def sweep(
         rows = [_data(text, c) for text, c in zip(samplers, found, strict=True)]
         emit({"path": file, "history": len(snapshot.tokens), "continuations": rows})
     elif as_csv:
-        _print_csv(samplers, found)
+        print_csv(samplers, found)
     else:
         _print_table(samplers, found)
         remark(f"from {count(len(snapshot.tokens), 'token')} that were not evaluated again")
@@ -115,7 +115,8 @@ def _data(text: str, run: Continuation) -> dict[str, Any]:
     }
 
 
-def _print_csv(samplers: Sequence[str], found: Sequence[Continuation]) -> None:
+def print_csv(samplers: Sequence[str], found: Sequence[Continuation]) -> None:
+    """Print one record for each continuation, with a header; lines end with a line feed."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
     numbers = ("sum_logprob", "mean_logprob")
     words = ("forwards", "stop", "rows", "exact", "text")
