@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         warm_from_tokens,
     )
     from kvsnap.attention import AttentionSnapshot
+    from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
     from kvsnap.journalling import Journalled, journal
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from kvsnap.probing import inspect_attention, probe
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
+    from kvsnap.speculation import Speculated, Speculation, speculate
     from kvsnap.sweeping import Continuation, sweep
 
 __version__ = "0.1.0"
@@ -59,6 +61,8 @@ __all__ = [
     "Sampler",
     "Session",
     "Snapshot",
+    "Speculated",
+    "Speculation",
     "Tensor",
     "Token",
     "__version__",
@@ -66,6 +70,7 @@ __all__ = [
     "check",
     "connect",
     "convert",
+    "draft_of",
     "dumps",
     "generate",
     "inspect",
@@ -80,10 +85,12 @@ __all__ = [
     "restore",
     "reuse",
     "save",
+    "speculate",
     "split",
     "sweep",
     "verify",
     "warm_from_tokens",
+    "with_draft",
 ]
 
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
@@ -92,8 +99,13 @@ _HOMES = ("api", "journalling", "sweeping", "errors", "identity", "layout", "pro
 _LATER = {
     "AttentionSnapshot": "attention",
     "Library": "library",
+    "Speculated": "speculation",
+    "Speculation": "speculation",
+    "draft_of": "drafts",
     "inspect_attention": "probing",
     "probe": "probing",
+    "speculate": "speculation",
+    "with_draft": "drafts",
 }
 """Not needed by most programs, so loaded for themselves."""
 
