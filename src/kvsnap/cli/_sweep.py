@@ -116,8 +116,8 @@ def _data(text: str, run: Continuation) -> dict[str, Any]:
 
 
 def print_csv(samplers: Sequence[str], found: Sequence[Continuation]) -> None:
-    """Print one record for each continuation, with a header; lines end with a line feed."""
-    writer = csv.writer(sys.stdout, lineterminator="\n")
+    """Print one record for each continuation, with a header."""
+    writer = csv.writer(sys.stdout)  # with another end of line a carriage return in a text would not be quoted
     numbers = ("sum_logprob", "mean_logprob")
     words = ("forwards", "stop", "rows", "exact", "text")
     writer.writerow(("sampler", *_SETTINGS, "n_tokens", *numbers, *words))
