@@ -28,7 +28,7 @@ TABLE: dict[str, str] = {
     "editing": f"errors labels {MODEL}",
     "shards": f"errors {MODEL}",
     "attention": "errors",
-    "probing": "errors attention",
+    "probing": "errors attention files",
     "sampling": f"errors {MODEL}",
     "files": "errors",
     "records": "errors files",

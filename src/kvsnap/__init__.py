@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
-    from kvsnap.probing import inspect_attention, probe
+    from kvsnap.probing import inspect_attention, probe, save_attention
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
 
@@ -81,6 +81,7 @@ __all__ = [
     "restore",
     "reuse",
     "save",
+    "save_attention",
     "split",
     "sweep",
     "verify",
@@ -95,6 +96,7 @@ _LATER = {
     "Library": "library",
     "inspect_attention": "probing",
     "probe": "probing",
+    "save_attention": "probing",
 }
 """Not needed by most programs, so loaded for themselves."""
 
