@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         warm_from_tokens,
     )
     from kvsnap.attention import AttentionSnapshot
+    from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
     from kvsnap.journalling import Journalled, journal
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from kvsnap.probing import inspect_attention, probe, save_attention
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
+    from kvsnap.speculation import Speculated, Speculation, speculate
 
 __version__ = "0.1.0"
 
@@ -60,6 +62,8 @@ __all__ = [
     "Sampler",
     "Session",
     "Snapshot",
+    "Speculated",
+    "Speculation",
     "Tensor",
     "Token",
     "__version__",
@@ -67,6 +71,7 @@ __all__ = [
     "check",
     "connect",
     "convert",
+    "draft_of",
     "dumps",
     "generate",
     "inspect",
@@ -82,10 +87,12 @@ __all__ = [
     "reuse",
     "save",
     "save_attention",
+    "speculate",
     "split",
     "sweep",
     "verify",
     "warm_from_tokens",
+    "with_draft",
 ]
 
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
@@ -94,9 +101,14 @@ _HOMES = ("api", "journalling", "errors", "identity", "layout", "protocols", "se
 _LATER = {
     "AttentionSnapshot": "attention",
     "Library": "library",
+    "Speculated": "speculation",
+    "Speculation": "speculation",
+    "draft_of": "drafts",
     "inspect_attention": "probing",
     "probe": "probing",
     "save_attention": "probing",
+    "speculate": "speculation",
+    "with_draft": "drafts",
 }
 """Not needed by most programs, so loaded for themselves."""
 
