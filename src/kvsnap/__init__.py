@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         warm_from_tokens,
     )
     from kvsnap.attention import AttentionSnapshot
+    from kvsnap.conversation import Conversation
     from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
@@ -49,6 +50,7 @@ __all__ = [
     "AttentionSnapshot",
     "Compatibility",
     "Continuation",
+    "Conversation",
     "Engine",
     "Head",
     "Identity",
@@ -100,6 +102,7 @@ __all__ = [
 _HOMES = ("api", "journalling", "errors", "identity", "layout", "protocols", "session")
 _LATER = {
     "AttentionSnapshot": "attention",
+    "Conversation": "conversation",
     "Library": "library",
     "Speculated": "speculation",
     "Speculation": "speculation",
