@@ -29,7 +29,7 @@ TABLE: dict[str, str] = {
     "shards": f"errors {MODEL}",
     "drafts": f"errors {MODEL} formats protocols",
     "attention": "errors",
-    "probing": "errors attention",
+    "probing": "errors attention files",
     "sampling": f"errors {MODEL}",
     "speculation": f"errors {MODEL} sampling",
     "files": "errors",

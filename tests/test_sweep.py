@@ -240,10 +240,9 @@ def test_csv_holds_every_setting_and_any_text(saved: tuple[str, str], capsys: py
         assert (row["exact"], row["rows"]) == ("True", "1")
 
 
-def test_text_is_quoted_where_it_has_to_be(capsys: pytest.CaptureFixture[str]) -> None:
-    text = 'one, "two"\r\nthree\n\nfour\rfive'
-    run_of = Continuation(kvsnap.Sampler(), (5, 6), text, (-0.5, -1.25), 1)
-    print_csv(['a,"b"'], [run_of])
+@pytest.mark.parametrize("text", ['one, "two"', "one\r\ntwo\n\n", "one\rtwo", '"'])
+def test_text_is_quoted_where_it_has_to_be(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_csv(['a,"b"'], [Continuation(kvsnap.Sampler(), (5, 6), text, (-0.5, -1.25), 1)])
     (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out, newline=""))
     assert (row["sampler"], row["text"], row["sum_logprob"]) == ('a,"b"', text, "-1.7500")
 

@@ -30,13 +30,14 @@ if TYPE_CHECKING:
         warm_from_tokens,
     )
     from kvsnap.attention import AttentionSnapshot
+    from kvsnap.conversation import Conversation
     from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
-    from kvsnap.probing import inspect_attention, probe
+    from kvsnap.probing import inspect_attention, probe, save_attention
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
     from kvsnap.speculation import Speculated, Speculation, speculate
@@ -48,6 +49,7 @@ __all__ = [
     "AttentionSnapshot",
     "Compatibility",
     "Continuation",
+    "Conversation",
     "Engine",
     "Head",
     "Identity",
@@ -85,6 +87,7 @@ __all__ = [
     "restore",
     "reuse",
     "save",
+    "save_attention",
     "speculate",
     "split",
     "sweep",
@@ -98,12 +101,14 @@ __all__ = [
 _HOMES = ("api", "journalling", "sweeping", "errors", "identity", "layout", "protocols", "session")
 _LATER = {
     "AttentionSnapshot": "attention",
+    "Conversation": "conversation",
     "Library": "library",
     "Speculated": "speculation",
     "Speculation": "speculation",
     "draft_of": "drafts",
     "inspect_attention": "probing",
     "probe": "probing",
+    "save_attention": "probing",
     "speculate": "speculation",
     "with_draft": "drafts",
 }

@@ -43,7 +43,9 @@ from kvsnap.labels import inexact_because
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine
 
-__all__ = ["COMMANDS", "accept_option", "check_count", "max_tokens_option"]
+__all__ = [
+    "COMMANDS", "accept_option", "chat_option", "check_count", "ids_of", "ids_option", "max_tokens_option", "prompt_of",
+]  # fmt: skip
 
 accept_option = click.option(
     "--accept",
@@ -57,8 +59,10 @@ _codec = click.option(
 max_tokens_option = click.option(
     "--max-tokens", type=int, default=64, show_default=True, help="Stop after this many tokens."
 )
-_chat = click.option("--chat", is_flag=True, help="Give the prompt as a user message, by the model's chat template.")
-_ids = click.option(
+chat_option = click.option(
+    "--chat", is_flag=True, help="Give the prompt as a user message, by the model's chat template."
+)
+ids_option = click.option(
     "--prompt-ids", metavar="IDS", help='Token ids as "1 2 3" in place of a text, for a model without a tokenizer.'
 )
 _every = click.option(
@@ -67,7 +71,7 @@ _every = click.option(
 _overwrite = click.option("--overwrite", is_flag=True, help="Let --save replace a snapshot that is there already.")
 
 
-def _prompt_of(
+def prompt_of(
     prompt: str | None, prompt_file: str | None, ids: str | None, *, chat: bool, needed: bool
 ) -> str | tuple[int, ...]:
     """Return the text or the ids of the prompt; an empty text where there is none and none is needed."""
@@ -116,7 +120,7 @@ def _check_every(every: int | None, *, session: bool, option: str) -> None:
         )
 
 
-def _ids_of(engine: Engine, prompt: str | tuple[int, ...], *, chat: bool) -> tuple[int, ...]:
+def ids_of(engine: Engine, prompt: str | tuple[int, ...], *, chat: bool) -> tuple[int, ...]:
     if isinstance(prompt, tuple):
         return prompt
     return prompt_ids(engine, prompt, chat=chat) if prompt else ()
@@ -136,8 +140,8 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
 @click.command()
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", metavar="PATH", help="Read the prompt from a file (- for stdin).")
-@_ids
-@_chat
+@ids_option
+@chat_option
 @click.option("--save", metavar="FILE", callback=no_name, help="Write a sealed snapshot of the state at the end.")
 @_overwrite
 @click.option(
@@ -172,7 +176,7 @@ def generate(
     or by a full context, what was generated so far is saved all the same. In a session a turn that the model did not
     end itself is marked as cut off.
     """
-    given = _prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=True)
+    given = prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=True)
     check_count(max_tokens)
     _check_every(every, session=session_file is not None, option="--session")
     if save is not None:
@@ -197,7 +201,7 @@ def generate(
             back = restored(snapshot, engine, (), sampler_state(snapshot.sampler, sampler))
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
                     metadata={**metadata, "model": chosen.recorded})  # fmt: skip
-        turn.run(_ids_of(engine, given, chat=chat), None if back else Sampler(**sampler), every=every,
+        turn.run(ids_of(engine, given, chat=chat), None if back else Sampler(**sampler), every=every,
                  opened=lambda: session or opened.enter_context(opened_session(session_file or "")))  # fmt: skip
         turn.store(save=save, session=session, session_file=session_file, locked=keys.saving())
     turn.finish()
@@ -207,8 +211,8 @@ def generate(
 @click.argument("file", callback=named)
 @click.option("--prompt", metavar="TEXT", help="Evaluate this text first.")
 @click.option("--prompt-file", metavar="PATH", help="Read that text from a file (- for stdin).")
-@_ids
-@_chat
+@ids_option
+@chat_option
 @click.option("--save", metavar="FILE2", callback=no_name, help="Write a sealed snapshot of the new state.")
 @_overwrite
 @click.option("--append", is_flag=True, help="Append the new turn to FILE, which is a session.")
@@ -240,7 +244,7 @@ def resume(
     numbers go on as saved; options replace single settings. On stderr: tokens reused and recomputed, forward passes and
     time to the first token, and whether the continuation is exact.
     """
-    given = _prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=False)
+    given = prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=False)
     if chat and not given:
         raise click.UsageError("--chat needs --prompt or --prompt-file")
     check_count(max_tokens)
@@ -269,7 +273,7 @@ def resume(
                         non_finite="refuse" if refuse else "allow")  # fmt: skip
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
                     metadata={**snapshot.metadata, "model": chosen.recorded})  # fmt: skip
-        turn.run(_ids_of(engine, given, chat=chat), None, every=every, opened=lambda: session)
+        turn.run(ids_of(engine, given, chat=chat), None, every=every, opened=lambda: session)
         turn.store(save=save, session=session, locked=keys.saving())
     turn.finish()
 
