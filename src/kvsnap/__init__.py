@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvsnap.api import (
-        Continuation,
         LossReport,
         Restored,
         Rope,
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
         reuse,
         save,
         split,
-        sweep,
         verify,
         warm_from_tokens,
     )
@@ -39,10 +37,11 @@ if TYPE_CHECKING:
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
-    from kvsnap.probing import inspect_attention, probe
+    from kvsnap.probing import inspect_attention, probe, save_attention
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
     from kvsnap.speculation import Speculated, Speculation, speculate
+    from kvsnap.sweeping import Continuation, sweep
 
 __version__ = "0.1.0"
 
@@ -88,6 +87,7 @@ __all__ = [
     "restore",
     "reuse",
     "save",
+    "save_attention",
     "speculate",
     "split",
     "sweep",
@@ -98,7 +98,7 @@ __all__ = [
 
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
-_HOMES = ("api", "journalling", "errors", "identity", "layout", "protocols", "session")
+_HOMES = ("api", "journalling", "sweeping", "errors", "identity", "layout", "protocols", "session")
 _LATER = {
     "AttentionSnapshot": "attention",
     "Conversation": "conversation",
@@ -108,6 +108,7 @@ _LATER = {
     "draft_of": "drafts",
     "inspect_attention": "probing",
     "probe": "probing",
+    "save_attention": "probing",
     "speculate": "speculation",
     "with_draft": "drafts",
 }
