@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvsnap.api import (
-        Continuation,
         LossReport,
         Restored,
         Rope,
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
         reuse,
         save,
         split,
-        sweep,
         verify,
         warm_from_tokens,
     )
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
     from kvsnap.speculation import Speculated, Speculation, speculate
+    from kvsnap.sweeping import Continuation, sweep
 
 __version__ = "0.1.0"
 
@@ -99,7 +98,7 @@ __all__ = [
 
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
-_HOMES = ("api", "journalling", "errors", "identity", "layout", "protocols", "session")
+_HOMES = ("api", "journalling", "sweeping", "errors", "identity", "layout", "protocols", "session")
 _LATER = {
     "AttentionSnapshot": "attention",
     "Conversation": "conversation",

@@ -1,12 +1,10 @@
-"""Commands that run a model: generate, resume, check, sweep."""
+"""Commands that run a model: generate, resume, check."""
 
 from __future__ import annotations
 
-import csv
 import os
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -23,7 +21,6 @@ from kvsnap.cli._model import (
     idle_settings,
     model_options,
     open_engine,
-    parse_sampler,
     refusing,
     sampler_options,
     sampler_state,
@@ -37,7 +34,7 @@ from kvsnap.cli._names import (
     no_name,
     opened_session,
 )
-from kvsnap.cli._output import CheckFailed, count, emit, examples, json_option, progress, remark, show_table, table
+from kvsnap.cli._output import CheckFailed, emit, examples, json_option, progress, remark, show_table, table
 from kvsnap.cli._paths import check_apart, check_target, is_sealed
 from kvsnap.cli._turn import Turn, prompt_ids, restored
 from kvsnap.errors import CompatibilityError, ContextError, FormatError, InputError, MissingError, StorageError
@@ -46,9 +43,11 @@ from kvsnap.labels import inexact_because
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine
 
-__all__ = ["COMMANDS", "chat_option", "ids_of", "ids_option", "prompt_of"]
+__all__ = [
+    "COMMANDS", "accept_option", "chat_option", "check_count", "ids_of", "ids_option", "max_tokens_option", "prompt_of",
+]  # fmt: skip
 
-_accept = click.option(
+accept_option = click.option(
     "--accept",
     multiple=True,
     metavar="FIELD",
@@ -57,7 +56,9 @@ _accept = click.option(
 _codec = click.option(
     "--codec", type=click.Choice(("exact", "q8")), help="How tensors are stored; q8 is a quarter of float32, not exact."
 )
-_max_tokens = click.option("--max-tokens", type=int, default=64, show_default=True, help="Stop after this many tokens.")
+max_tokens_option = click.option(
+    "--max-tokens", type=int, default=64, show_default=True, help="Stop after this many tokens."
+)
 chat_option = click.option(
     "--chat", is_flag=True, help="Give the prompt as a user message, by the model's chat template."
 )
@@ -104,7 +105,8 @@ def _text_of(prompt: str | None, prompt_file: str | None, *, needed: bool) -> st
     return text
 
 
-def _check_count(max_tokens: int) -> None:
+def check_count(max_tokens: int) -> None:
+    """Raise `InputError` for a number of tokens that is none."""
     if max_tokens < 1:
         raise InputError("--max-tokens is too small", expected="1 or more", found=max_tokens)
 
@@ -149,7 +151,7 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
 @_every
 @key_options(writes=True)
 @_codec
-@_max_tokens
+@max_tokens_option
 @model_options
 @adapter_option
 @sampler_options
@@ -175,7 +177,7 @@ def generate(
     end itself is marked as cut off.
     """
     given = prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=True)
-    _check_count(max_tokens)
+    check_count(max_tokens)
     _check_every(every, session=session_file is not None, option="--session")
     if save is not None:
         check_target(save, overwrite=overwrite)
@@ -217,9 +219,9 @@ def generate(
 @_every
 @key_options(writes=True)
 @_codec
-@_accept
+@accept_option
 @click.option("--refuse-non-finite", "refuse", is_flag=True, help="Restore nothing that holds NaN or infinite values.")
-@_max_tokens
+@max_tokens_option
 @model_options
 @adapter_option
 @sampler_options
@@ -245,7 +247,7 @@ def resume(
     given = prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=False)
     if chat and not given:
         raise click.UsageError("--chat needs --prompt or --prompt-file")
-    _check_count(max_tokens)
+    check_count(max_tokens)
     _check_every(every, session=append, option="--append")
     if save is not None:
         check_target(save, overwrite=overwrite)
@@ -278,7 +280,7 @@ def resume(
 
 @click.command()
 @click.argument("file", callback=named)
-@_accept
+@accept_option
 @model_options
 @adapter_option
 @library_option
@@ -339,68 +341,4 @@ def _show_check(found: Compatibility, chosen: ChosenModel, room: int | None, rea
     print(f"resume: {answer}")
 
 
-@click.command()
-@click.argument("file", callback=named)
-@click.option(
-    "--sampler", "samplers", multiple=True, required=True, metavar="SETTINGS",
-    help='As "temperature=0.7,top_p=0.9,seed=1", or "greedy"; once for each continuation.',
-)  # fmt: skip
-@_max_tokens
-@_accept
-@click.option("--csv", "as_csv", is_flag=True, help="Print one CSV line for each continuation.")
-@model_options
-@adapter_option
-@library_option
-@key_options()
-@json_option
-@examples(
-    'kvsnap sweep story.kvsnap --sampler greedy --sampler "temperature=0.7,seed=1" --sampler "temperature=1.2,seed=1"',
-)
-def sweep(
-    file: str, samplers: Sequence[str], max_tokens: int, accept: tuple[str, ...], as_csv: bool, model: str | None,
-    dtype: str | None, attention: str | None, keys: Keys, as_json: bool,
-) -> None:  # fmt: skip
-    """Continue FILE under several sampler settings; its history is evaluated for none of them."""
-    if as_csv and as_json:
-        raise click.UsageError("--csv and --json exclude each other")
-    settings = [parse_sampler(text) for text in samplers]
-    _check_count(max_tokens)
-    snapshot = kvsnap.load(file, key=keys.of(file))
-    count_as_use(file)
-    chosen = choose_model(model, snapshot.metadata)
-    with refusing(chosen):
-        engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
-        found = kvsnap.sweep(snapshot, engine, settings, max_tokens=max_tokens, accept=accept)
-    rows = [
-        {
-            "sampler": text,
-            "tokens": list(c.tokens),
-            "text": c.text,
-            "mean_logprob": sum(c.logprobs) / len(c.logprobs),
-            "forwards": c.forwards,
-            "stop": c.stop,
-        }
-        for text, c in zip(samplers, found, strict=True)
-    ]
-    if as_json:
-        emit({"path": file, "history": len(snapshot.tokens), "continuations": rows})
-    elif as_csv:
-        writer = csv.writer(sys.stdout)
-        writer.writerow(("sampler", "n_tokens", "mean_logprob", "forwards", "stop", "text"))
-        writer.writerows(
-            (r["sampler"], len(c.tokens), f"{r['mean_logprob']:.4f}", c.forwards, c.stop, c.text)
-            for r, c in zip(rows, found, strict=True)
-        )
-    else:
-        from rich.markup import escape
-
-        numbers = ("tokens", "mean logprob", "forwards")
-        made = table("sampler", *numbers, "stop", "text", right=numbers)
-        for row, c in zip(rows, found, strict=True):
-            made.add_row(escape(str(row["sampler"])), str(len(c.tokens)), f"{row['mean_logprob']:.3f}",
-                         str(c.forwards), c.stop, escape(c.text))  # fmt: skip
-        show_table(made)
-        remark(f"from {count(len(snapshot.tokens), 'token')} that were not evaluated again")
-
-
-COMMANDS = (generate, resume, check, sweep)
+COMMANDS = (generate, resume, check)
