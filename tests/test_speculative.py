@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,6 +143,16 @@ def test_rows_that_were_checked_are_labelled_and_others_are_not() -> None:
     assert engine.capture().metadata["speculated"] == f"rows {len(IDS)} to {len(IDS)}"
     engine.rewind(len(IDS))
     assert "speculated" not in engine.capture().metadata
+    # What a snapshot says of its rows stays true of them, and is not lost to what comes after.
+    again = make("full", "dynamic")
+    again.install(control.capture())
+    for _ in told(again, Oracle((*control.tokens, *IDS)), 4):
+        pass
+    assert again.capture().metadata["speculated"].startswith(f"rows {control.n_rows} to ")
+    other = make("full", "dynamic")
+    other.install(again.capture())
+    ids_of(other, 3)
+    assert other.capture().metadata == again.capture().metadata
     # A run without any proposal makes single steps, and is exact.
     for _ in told(engine, Oracle(()), 12):
         pass
@@ -354,3 +365,14 @@ def test_what_is_not_taken_is_dropped_by_any_other_call(kind: str) -> None:
     assert (engine.take(), engine.tokens) == (None, ())
     engine.prefill(IDS)
     assert engine.step().id == wanted
+
+
+def test_a_cut_keeps_what_is_said_of_the_rows_before_it() -> None:
+    source, engine = make("full", "dynamic"), make("full", "dynamic")
+    source.prefill(IDS)
+    snapshot = source.capture()
+    engine.install(dataclasses.replace(snapshot, metadata={"accepted": "weights differ"}))
+    engine.rewind(4)
+    assert engine.capture().metadata == {"accepted": "weights differ"}
+    engine.prefill([1, 2])
+    assert engine.capture(start=4).metadata == {}

@@ -15,6 +15,7 @@ import click
 
 import kvsnap
 from kvsnap import inspection
+from kvsnap.cli._draft import draft_options, open_draft
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._model import (
     ChosenModel,
@@ -150,6 +151,7 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
 @_max_tokens
 @model_options
 @adapter_option
+@draft_options
 @sampler_options
 @library_option
 @json_option
@@ -192,11 +194,12 @@ def generate(
         warnings = _warned(sampler, _settings_of(snapshot))
         identity = None if snapshot is None or not snapshot.tokens else snapshot.identity
         engine = open_engine(chosen.name, dtype, attention, identity)
+        draft = open_draft(dtype, attention)
         back = None
         if snapshot is not None and snapshot.tokens:
-            back = restored(snapshot, engine, (), sampler_state(snapshot.sampler, sampler))
+            back = restored(snapshot, engine, (), sampler_state(snapshot.sampler, sampler), draft=draft)
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
-                    metadata={**metadata, "model": chosen.recorded})  # fmt: skip
+                    draft=draft, metadata={**metadata, "model": chosen.recorded})  # fmt: skip
         turn.run(_ids_of(engine, given, chat=chat), None if back else Sampler(**sampler), every=every,
                  opened=lambda: session or opened.enter_context(opened_session(session_file or "")))  # fmt: skip
         turn.store(save=save, session=session, session_file=session_file, locked=keys.saving())
@@ -220,6 +223,7 @@ def generate(
 @_max_tokens
 @model_options
 @adapter_option
+@draft_options
 @sampler_options
 @library_option
 @json_option
@@ -265,10 +269,11 @@ def resume(
         chosen = opened.enter_context(refusing(choose_model(model, snapshot.metadata)))
         warnings = _warned(sampler, _settings_of(snapshot))
         engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
+        draft = open_draft(dtype, attention)
         back = restored(snapshot, engine, accept, sampler_state(snapshot.sampler, sampler),
-                        non_finite="refuse" if refuse else "allow")  # fmt: skip
+                        non_finite="refuse" if refuse else "allow", draft=draft)  # fmt: skip
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
-                    metadata={**snapshot.metadata, "model": chosen.recorded})  # fmt: skip
+                    draft=draft, metadata={**snapshot.metadata, "model": chosen.recorded})  # fmt: skip
         turn.run(_ids_of(engine, given, chat=chat), None, every=every, opened=lambda: session)
         turn.store(save=save, session=session, locked=keys.saving())
     turn.finish()

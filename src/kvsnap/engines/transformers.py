@@ -147,7 +147,7 @@ class TransformersEngine(Verifying):
             text=None if self.tokenizer is None else self.detokenize(line.tokens),
             metadata={
                 **(dict(line.labels) if start < line.inexact_rows else {}),
-                **(together_label(*line.together) if start < line.together[1] else {}),
+                **(together_label(line.together) if start < line.together[1] else {}),
             },
         )
 
@@ -213,9 +213,9 @@ class TransformersEngine(Verifying):
         prompt (by default as many as the mask has). `position_ids` `[batch, evaluated ids]` are their positions, by
         default counted without the padding, as `generate` does. `evaluated` tells how many columns the cache has
         seen, for one that only has states and does not count. `encoded` is what the encoder was given, by keyword;
-        without it a snapshot does not tell. `together` says that generated ids were checked several at a time (assisted
-        generation), so that their last bits can differ from those of single steps. Rows of padding are never captured. The cache object becomes the live one
-        and grows in place.
+        without it a snapshot does not tell. `together` says that generated ids were checked several at a time, by
+        assisted generation, so that their last bits can differ from those of single steps. Rows of padding are never
+        captured. The cache object becomes the live one and grows in place.
 
         Raise `UnsupportedError` for another class of cache or layer, or for a batch without a mask, and `InputError`
         where the numbers do not fit. A batch can be captured row by row; only a single sequence can be continued.
