@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import kvsnap  # noqa: E402 - after the extras are known to be there
+from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.errors import CompatibilityError, ContextError, InputError, UnsupportedError  # noqa: E402
 from kvsnap.speculation import Lookup, follow  # noqa: E402
@@ -376,3 +377,19 @@ def test_a_cut_keeps_what_is_said_of_the_rows_before_it() -> None:
     assert engine.capture().metadata == {"accepted": "weights differ"}
     engine.prefill([1, 2])
     assert engine.capture(start=4).metadata == {}
+
+
+@pytest.mark.smollm2
+def test_smollm2_says_the_same_with_any_draft() -> None:
+    loaded = load_model("smollm2", dtype="float32")
+    prompt = (
+        "def area(w, h):\n    return w * h\n\ndef volume(w, h, d):\n    return w * h * d\n\nOnce more:\n\ndef area("
+    )
+    control = TransformersEngine(loaded.model, loaded.tokenizer)
+    wanted = [token.id for token in kvsnap.generate(control, prompt, max_tokens=32, stop_at_end=False)]
+    vocab = loaded.model.config.vocab_size
+    for draft in ("lookup", TransformersEngine(tiny_llama(vocab_size=vocab))):
+        engine = TransformersEngine(loaded.model, loaded.tokenizer)
+        run = kvsnap.speculate(engine, draft, prompt, max_tokens=32, stop_at_end=False)
+        assert [token.id for token in run] == wanted
+        assert run.done.passes < 32 if draft == "lookup" else run.done.acceptance < 0.2
