@@ -6,10 +6,12 @@ times the values, with what each layer went on with.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -596,6 +598,13 @@ def test_what_is_refused_is_refused_by_name(family: str) -> None:
     with pytest.raises(UnsupportedError) as told:
         kvsnap.inspect_attention(begun_engine(Case(family, attentions(family)[0], "float32")), PROMPT_IDS)
     assert family in str(told.value)
+
+
+def test_the_page_names_what_is_refused() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "attention.md").read_text(encoding="utf-8")
+    rows = page.split("| family | why |")[1].split("\n\n")[0].splitlines()[2:]
+    named = [name for row in rows for name in re.findall(r"`([a-z0-9_]+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(REFUSED)
 
 
 def test_a_probe_is_refused_before_anything_is_evaluated() -> None:

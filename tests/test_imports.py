@@ -29,7 +29,7 @@ TABLE: dict[str, str] = {
     "shards": f"errors {MODEL}",
     "drafts": f"errors {MODEL} formats protocols",
     "attention": "errors",
-    "probing": "errors attention",
+    "probing": "errors attention files",
     "sampling": f"errors {MODEL}",
     "speculation": f"errors {MODEL} sampling",
     "files": "errors",
@@ -50,7 +50,7 @@ TABLE: dict[str, str] = {
     "crypto": "errors",
     "server": f"errors {MODEL} sampling session library restoring conversation",
 }
-TOP = {"api", "filing", "journalling", "__init__"}  # may import all but the command line
+TOP = {"api", "filing", "journalling", "sweeping", "__init__"}  # may import all but the command line
 RIM = {"cli", "__main__"}  # may import all, and is the one place for a broad except
 FOR_ALL = {"protocols"}
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvsnap.api import (
-        Continuation,
         LossReport,
         Restored,
         Rope,
@@ -27,21 +26,22 @@ if TYPE_CHECKING:
         reuse,
         save,
         split,
-        sweep,
         verify,
         warm_from_tokens,
     )
     from kvsnap.attention import AttentionSnapshot
+    from kvsnap.conversation import Conversation
     from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
-    from kvsnap.probing import inspect_attention, probe
+    from kvsnap.probing import inspect_attention, probe, save_attention
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
     from kvsnap.speculation import Speculated, Speculation, speculate
+    from kvsnap.sweeping import Continuation, sweep
 
 __version__ = "0.1.0"
 
@@ -49,6 +49,7 @@ __all__ = [
     "AttentionSnapshot",
     "Compatibility",
     "Continuation",
+    "Conversation",
     "Engine",
     "Head",
     "Identity",
@@ -86,6 +87,7 @@ __all__ = [
     "restore",
     "reuse",
     "save",
+    "save_attention",
     "speculate",
     "split",
     "sweep",
@@ -96,15 +98,17 @@ __all__ = [
 
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
-_HOMES = ("api", "journalling", "errors", "identity", "layout", "protocols", "session")
+_HOMES = ("api", "journalling", "sweeping", "errors", "identity", "layout", "protocols", "session")
 _LATER = {
     "AttentionSnapshot": "attention",
+    "Conversation": "conversation",
     "Library": "library",
     "Speculated": "speculation",
     "Speculation": "speculation",
     "draft_of": "drafts",
     "inspect_attention": "probing",
     "probe": "probing",
+    "save_attention": "probing",
     "speculate": "speculation",
     "with_draft": "drafts",
 }

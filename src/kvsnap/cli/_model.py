@@ -101,6 +101,8 @@ def parse_sampler(text: str) -> Sampler:
             raise InputError(
                 "not a sampler setting", expected=f"NAME=VALUE with NAME one of {', '.join(known)}", found=item
             )
+        if name in settings:
+            raise InputError("a sampler setting is given twice", expected=f"{name} once", found=text)
         try:
             settings[name] = known[name](value)
         except ValueError:

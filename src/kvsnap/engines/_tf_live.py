@@ -113,21 +113,31 @@ class LiveState:
     @contextmanager
     def _change(self) -> Iterator[tuple[Live, Line]]:
         """Yield the state for a change in place; what is not published with `_publish` is put back as it was."""
-        live, line = self._current(), self._line()
+        line = self._line()
+        with self._change_rows() as live:
+            yield live, line
+
+    @contextmanager
+    def _change_rows(self) -> Iterator[Live]:
+        """Yield the state of a batch as `_change` does that of one sequence."""
+        live = self._current()
         self._undo = (live, Undo(live.cache))
         try:
-            yield live, line
+            yield live
         finally:
             self._mend()
 
     def _publish(self, line: Line, sampler: SamplerState) -> None:
+        self._publish_rows((line,), sampler)
+
+    def _publish_rows(self, lines: tuple[Line, ...], sampler: SamplerState) -> None:
         live, module = self._live, self._model.module
         stamp = live.stamp
         if not (live.lines[0].n_rows or live.encoded):
             stamp = stamp_of(module)
         elif stamp is not None and not stamp.holds(module):
             stamp = None  # rows of two models, and no identity is that of both
-        self._live = live_of(live.cache, (line,), sampler, live.encoded, stamp)
+        self._live = live_of(live.cache, lines, sampler, live.encoded, stamp)
 
     def _evaluate(
         self, cache: Any, line: Line, progress: Progress | None = None, positions: Sequence[int] | None = None

@@ -12,6 +12,7 @@ from typing import Any
 from kvsnap.editing import Rope
 from kvsnap.engines import _tf_text
 from kvsnap.engines._tf_adopt import first_generated, lines_in, only_rows
+from kvsnap.engines._tf_batch import Batched
 from kvsnap.engines._tf_caches import cache_fact
 from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
 from kvsnap.engines._tf_encoder import with_input, without_input
@@ -35,7 +36,7 @@ from kvsnap.sampling import choose
 __all__ = ["TransformersEngine", "recognises"]
 
 
-class TransformersEngine(Verifying):
+class TransformersEngine(Batched, Verifying):
     """One transformers model and the live state of one sequence; see `kvsnap.protocols.Engine` for each method.
 
     `prefill_step` is the most ids evaluated in one pass, `workers` the threads that read and digest, `cache` the kind
