@@ -1,8 +1,8 @@
 """A chat that is opened again: time to the first token of the next answer, warm against cold, and what a turn costs.
 
-SmolLM2-135M on the CPU; the model is loaded in both cases. Cold is what a program without a saved cache does: render the
-whole chat and evaluate it. Warm opens the session, checks the identity of the model (its weights are hashed), restores,
-and evaluates the new message. Both give the same answer, which is asserted for the tiny model, where passes agree.
+SmolLM2-135M on the CPU; the model is loaded in both cases. Cold is what a program without a saved cache does: render
+the whole chat and evaluate it. Warm opens the session, checks the identity of the model (its weights are hashed),
+restores, and evaluates the new message. That both answer the same is asserted for the tiny model, where passes agree.
 """
 
 from __future__ import annotations
