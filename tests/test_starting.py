@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ pytest.importorskip("transformers")
 import torch
 
 import kvsnap
+from kvsnap.cli import run
 from kvsnap.errors import ContextError, InputError, StorageError
 from kvsnap.library import Library
 from test_engine_static import make
-from tiny_models import CONTEXT, ByteTokenizer, tiny_llama
+from tiny_models import CONTEXT, ByteTokenizer, save_tiny, tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
@@ -202,3 +204,35 @@ def test_a_session_that_shrank_between_look_and_fork_is_looked_for_again(
     done = kvsnap.start(library, "new", engine, IDS[:25])
     done.session.close()
     assert (done.source, done.restored.reused, len(looks)) == ("talk", 10, 2)
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def test_find_takes_a_prompt_and_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSNAP_LIBRARY", str(tmp_path / "library"))
+    ours, theirs = str(save_tiny(tmp_path / "ours")), str(save_tiny(tmp_path / "theirs", seed=1))
+
+    def kv(*args: str) -> tuple[int, Any]:
+        capsys.readouterr()
+        code = run([*args, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    text = "A long context, read once."
+    for name, model in (("@mine", ours), ("@yours", theirs)):
+        assert kv("generate", text, "--session", name, "--model", model, "--max-tokens", "2")[0] == 0
+    (tmp_path / "prompt.txt").write_text(f"{text[:-1]}?")
+    for asked in (("--prompt", f"{text[:-1]}?"), ("--prompt-file", str(tmp_path / "prompt.txt")),
+                  ("--prompt-ids", " ".join(map(str, text[:-1].encode())))):  # fmt: skip
+        for name, model in (("mine", ours), ("yours", theirs)):
+            code, data = kv("find", *asked, "--model", model)
+            assert (code, data["found"]["name"], data["found"]["n_rows"]) == (0, name, len(text) - 1)
+    assert kv("find", "--prompt", "Other", "--model", ours) == (
+        3, {"path": str(tmp_path / "library"), "n_tokens": 5, "found": None},
+    )  # fmt: skip
+    assert run(["find", "--prompt", text, "--model", ours]) == 0
+    assert capsys.readouterr().out.startswith(f"mine: {len(text)} of {len(text)} tokens agree")
+    for wrong in ((), ("--prompt", "a", "--tokens-from", "@mine"), ("--prompt", "a", "--prompt-ids", "1")):
+        assert run(["find", *wrong, "--model", "nowhere"]) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -91,14 +91,13 @@ class Branches(Sequence["Branch"]):
         before = self._live
         before.tokens_aside, before.rows_aside = engine.tokens, engine.n_rows
         aside = engine.set_aside()
-        try:
+        with ExitStack() as undo:
+            undo.callback(engine.take_up, aside)
             if wanted.aside is None:
                 engine.install(self.snapshot)
             else:
                 engine.take_up(wanted.aside)
-        except BaseException:
-            engine.take_up(aside)
-            raise
+            undo.pop_all()
         self._live, wanted.aside, before.aside = wanted, None, aside
 
     def close(self) -> None:

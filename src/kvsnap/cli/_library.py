@@ -1,16 +1,14 @@
-"""Commands on a library of sessions, none of which needs a model: ls, find, rm, rename, pin, prune, collect, doctor."""
+"""Commands on a library of sessions, none of which needs a model: ls, rm, rename, pin, prune, collect, doctor."""
 
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Iterable
 
 import click
 
 import kvsnap
-from kvsnap import formats
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._names import library_option, library_path, named, open_existing
 from kvsnap.cli._output import (
@@ -25,9 +23,7 @@ from kvsnap.cli._output import (
     size,
     table,
 )
-from kvsnap.errors import FormatError, InputError, MissingError, StorageError
-from kvsnap.files import Reader
-from kvsnap.identity import Identity
+from kvsnap.errors import InputError, MissingError
 from kvsnap.library import Branch, Entry, Evicted, Library
 from kvsnap.library.names import check_name
 
@@ -330,4 +326,4 @@ def collect(dry_run: bool, as_json: bool) -> None:
     print(f"{count(len(report.removed), 'file')}, {size(report.nbytes)}")
 
 
-COMMANDS = (ls, find, rm, rename, pin, unpin, prune, collect, doctor)
+COMMANDS = (ls, rm, rename, pin, unpin, prune, collect, doctor)
