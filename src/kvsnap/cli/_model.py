@@ -184,8 +184,10 @@ def refusing(chosen: ChosenModel) -> Iterator[ChosenModel]:
         raise RefusedModelError(error, chosen) from error
 
 
-def open_engine(model: str, dtype: str | None, attention: str | None, identity: Identity | None = None) -> Engine:
-    """Load a model, with the adapter of --adapter around it, and connect it.
+def open_engine(
+    model: str, dtype: str | None, attention: str | None, identity: Identity | None = None, *, adapted: bool = True
+) -> Engine:
+    """Load a model, with the adapter of --adapter around it if `adapted`, and connect it.
 
     What is not asked for is taken from the identity of a file, where it says so; an adapter never is.
     """
@@ -210,7 +212,7 @@ def open_engine(model: str, dtype: str | None, attention: str | None, identity: 
             report(done, total, text)
 
         context = click.get_current_context(silent=True)
-        adapter = None if context is None else context.meta.get(_ADAPTER)
+        adapter = context.meta.get(_ADAPTER) if adapted and context is not None else None
         loaded = load_model(model, dtype=dtype, attention=attention, adapter=adapter, progress=told)
     if loaded.tokenizer is None:
         remark(f"kvsnap: {model} has no tokenizer: it takes token ids (--prompt-ids) and shows them")

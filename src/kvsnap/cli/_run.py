@@ -13,6 +13,7 @@ import click
 
 import kvsnap
 from kvsnap import inspection
+from kvsnap.cli._draft import draft_options, open_draft
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._model import (
     ChosenModel,
@@ -154,6 +155,7 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
 @max_tokens_option
 @model_options
 @adapter_option
+@draft_options
 @sampler_options
 @library_option
 @json_option
@@ -196,11 +198,12 @@ def generate(
         warnings = _warned(sampler, _settings_of(snapshot))
         identity = None if snapshot is None or not snapshot.tokens else snapshot.identity
         engine = open_engine(chosen.name, dtype, attention, identity)
+        draft = open_draft(dtype, attention)
         back = None
         if snapshot is not None and snapshot.tokens:
-            back = restored(snapshot, engine, (), sampler_state(snapshot.sampler, sampler))
+            back = restored(snapshot, engine, (), sampler_state(snapshot.sampler, sampler), draft=draft)
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
-                    metadata={**metadata, "model": chosen.recorded})  # fmt: skip
+                    draft=draft, metadata={**metadata, "model": chosen.recorded})  # fmt: skip
         turn.run(ids_of(engine, given, chat=chat), None if back else Sampler(**sampler), every=every,
                  opened=lambda: session or opened.enter_context(opened_session(session_file or "")))  # fmt: skip
         turn.store(save=save, session=session, session_file=session_file, locked=keys.saving())
@@ -224,6 +227,7 @@ def generate(
 @max_tokens_option
 @model_options
 @adapter_option
+@draft_options
 @sampler_options
 @library_option
 @json_option
@@ -269,10 +273,11 @@ def resume(
         chosen = opened.enter_context(refusing(choose_model(model, snapshot.metadata)))
         warnings = _warned(sampler, _settings_of(snapshot))
         engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
+        draft = open_draft(dtype, attention)
         back = restored(snapshot, engine, accept, sampler_state(snapshot.sampler, sampler),
-                        non_finite="refuse" if refuse else "allow")  # fmt: skip
+                        non_finite="refuse" if refuse else "allow", draft=draft)  # fmt: skip
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
-                    metadata={**snapshot.metadata, "model": chosen.recorded})  # fmt: skip
+                    draft=draft, metadata={**snapshot.metadata, "model": chosen.recorded})  # fmt: skip
         turn.run(ids_of(engine, given, chat=chat), None, every=every, opened=lambda: session)
         turn.store(save=save, session=session, locked=keys.saving())
     turn.finish()
