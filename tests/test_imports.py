@@ -50,7 +50,15 @@ TABLE: dict[str, str] = {
     "crypto": "errors",
     "server": f"errors {MODEL} sampling session library restoring conversation",
 }
-TOP = {"api", "filing", "journalling", "sweeping", "__init__"}  # may import all but the command line
+TOP = {
+    "api",
+    "filing",
+    "branching",
+    "journalling",
+    "starting",
+    "sweeping",
+    "__init__",
+}  # may import all but the command line
 RIM = {"cli", "__main__"}  # may import all, and is the one place for a broad except
 FOR_ALL = {"protocols"}
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         warm_from_tokens,
     )
     from kvsnap.attention import AttentionSnapshot
+    from kvsnap.branching import Branch, Branches, branch
     from kvsnap.conversation import Conversation
     from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
@@ -41,12 +42,15 @@ if TYPE_CHECKING:
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
     from kvsnap.speculation import Speculated, Speculation, speculate
+    from kvsnap.starting import Started, start
     from kvsnap.sweeping import Continuation, sweep
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionSnapshot",
+    "Branch",
+    "Branches",
     "Compatibility",
     "Continuation",
     "Conversation",
@@ -65,9 +69,11 @@ __all__ = [
     "Snapshot",
     "Speculated",
     "Speculation",
+    "Started",
     "Tensor",
     "Token",
     "__version__",
+    "branch",
     "capture",
     "check",
     "connect",
@@ -90,6 +96,7 @@ __all__ = [
     "save_attention",
     "speculate",
     "split",
+    "start",
     "sweep",
     "verify",
     "warm_from_tokens",
@@ -101,15 +108,20 @@ __all__ = [
 _HOMES = ("api", "journalling", "sweeping", "errors", "identity", "layout", "protocols", "session")
 _LATER = {
     "AttentionSnapshot": "attention",
+    "Branch": "branching",
+    "Branches": "branching",
     "Conversation": "conversation",
     "Library": "library",
     "Speculated": "speculation",
     "Speculation": "speculation",
+    "Started": "starting",
+    "branch": "branching",
     "draft_of": "drafts",
     "inspect_attention": "probing",
     "probe": "probing",
     "save_attention": "probing",
     "speculate": "speculation",
+    "start": "starting",
     "with_draft": "drafts",
 }
 """Not needed by most programs, so loaded for themselves."""

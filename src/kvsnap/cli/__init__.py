@@ -24,6 +24,7 @@ from kvsnap.cli import (
     _copies,
     _edit,
     _files,
+    _find,
     _keys,
     _library,
     _run,
@@ -65,8 +66,8 @@ def root() -> None:
 
 _COMMANDS = (
     *_run.COMMANDS, *_serve.COMMANDS, *_sweep.COMMANDS, *_attention.COMMANDS, *_files.COMMANDS, *_sessions.COMMANDS,
-    *_copies.COMMANDS, *_library.COMMANDS, *_convert.COMMANDS, *_shards.COMMANDS, *_edit.COMMANDS, *_keys.COMMANDS,
-    demo,
+    *_copies.COMMANDS, *_library.COMMANDS, *_find.COMMANDS, *_convert.COMMANDS, *_shards.COMMANDS, *_edit.COMMANDS,
+    *_keys.COMMANDS, demo,
 )  # fmt: skip
 for _command in _COMMANDS:
     root.add_command(_command)
