@@ -46,7 +46,7 @@ TABLE: dict[str, str] = {
     "crypto": "errors",
     "server": f"errors {MODEL} sampling session library restoring conversation",
 }
-TOP = {"api", "filing", "__init__"}  # may import all but the command line
+TOP = {"api", "filing", "journalling", "__init__"}  # may import all but the command line
 RIM = {"cli", "__main__"}  # may import all, and is the one place for a broad except
 FOR_ALL = {"protocols"}
 

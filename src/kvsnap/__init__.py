@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
+    from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
     from kvsnap.protocols import Engine, Token
@@ -46,6 +47,7 @@ __all__ = [
     "Engine",
     "Head",
     "Identity",
+    "Journalled",
     "KvsnapError",
     "Layer",
     "Library",
@@ -66,6 +68,7 @@ __all__ = [
     "generate",
     "inspect",
     "join",
+    "journal",
     "load",
     "loads",
     "remove",
@@ -81,7 +84,7 @@ __all__ = [
 
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
-_HOMES = ("api", "errors", "identity", "layout", "protocols", "session")
+_HOMES = ("api", "journalling", "errors", "identity", "layout", "protocols", "session")
 _LATER = {"Library": "library"}  # not needed by most programs, so loaded for itself
 
 

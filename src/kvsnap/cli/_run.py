@@ -62,6 +62,9 @@ _chat = click.option("--chat", is_flag=True, help="Give the prompt as a user mes
 _ids = click.option(
     "--prompt-ids", metavar="IDS", help='Token ids as "1 2 3" in place of a text, for a model without a tokenizer.'
 )
+_every = click.option(
+    "--every", type=int, metavar="N", help="Publish in the session after each N tokens, so that a kill loses no more."
+)
 _overwrite = click.option("--overwrite", is_flag=True, help="Let --save replace a snapshot that is there already.")
 
 
@@ -104,6 +107,15 @@ def _check_count(max_tokens: int) -> None:
         raise InputError("--max-tokens is too small", expected="1 or more", found=max_tokens)
 
 
+def _check_every(every: int | None, *, session: bool, option: str) -> None:
+    if every is not None and every < 1:
+        raise InputError("--every is too small", expected="1 or more", found=every)
+    if every is not None and not session:
+        raise click.UsageError(
+            f"--every needs {option}: a session grows on the way, and a sealed snapshot is written once, at the end"
+        )
+
+
 def _ids_of(engine: Engine, prompt: str | tuple[int, ...], *, chat: bool) -> tuple[int, ...]:
     if isinstance(prompt, tuple):
         return prompt
@@ -132,6 +144,7 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
     "--session", "session_file", metavar="FILE", callback=named_or_new,
     help="Append the turn to a session, made when it is not there; @NAME is one of the library.",
 )  # fmt: skip
+@_every
 @key_options(writes=True)
 @_codec
 @_max_tokens
@@ -146,11 +159,12 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
     'kvsnap generate "Name three rivers." --chat --session chat.kvsnap',
     'kvsnap generate "And their lengths?" --chat --session chat.kvsnap',
     'kvsnap generate "Name three rivers." --chat --session @rivers      # a session of the library',
+    "kvsnap generate --prompt-file plot.txt --session novel.kvsnap --max-tokens 5000 --every 64",
 )
 def generate(
     prompt: str | None, prompt_file: str | None, prompt_ids: str | None, chat: bool, save: str | None, overwrite: bool,
-    session_file: str | None, keys: Keys, codec: str | None, max_tokens: int, model: str | None, dtype: str | None,
-    attention: str | None, sampler: dict[str, Any], as_json: bool,
+    session_file: str | None, every: int | None, keys: Keys, codec: str | None, max_tokens: int, model: str | None,
+    dtype: str | None, attention: str | None, sampler: dict[str, Any], as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate PROMPT and generate text, which is printed as it comes; --save keeps the state.
 
@@ -160,6 +174,7 @@ def generate(
     """
     given = _prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=True)
     _check_count(max_tokens)
+    _check_every(every, session=session_file is not None, option="--session")
     if save is not None:
         check_target(save, overwrite=overwrite)
     if session_file is not None:
@@ -180,10 +195,11 @@ def generate(
         back = None
         if snapshot is not None and snapshot.tokens:
             back = restored(snapshot, engine, (), sampler_state(snapshot.sampler, sampler))
-        turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings,
+        turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
                     metadata={**metadata, "model": chosen.recorded})  # fmt: skip
-        turn.run(_ids_of(engine, given, chat=chat), None if back else Sampler(**sampler))
-        turn.store(save=save, codec=codec, session=session, session_file=session_file, locked=keys.saving())
+        turn.run(_ids_of(engine, given, chat=chat), None if back else Sampler(**sampler), every=every,
+                 opened=lambda: session or opened.enter_context(opened_session(session_file or "")))  # fmt: skip
+        turn.store(save=save, session=session, session_file=session_file, locked=keys.saving())
     turn.finish()
 
 
@@ -196,6 +212,7 @@ def generate(
 @click.option("--save", metavar="FILE2", callback=no_name, help="Write a sealed snapshot of the new state.")
 @_overwrite
 @click.option("--append", is_flag=True, help="Append the new turn to FILE, which is a session.")
+@_every
 @key_options(writes=True)
 @_codec
 @_accept
@@ -213,9 +230,9 @@ def generate(
 )
 def resume(
     file: str, prompt: str | None, prompt_file: str | None, prompt_ids: str | None, chat: bool, save: str | None,
-    overwrite: bool, append: bool, keys: Keys, codec: str | None, accept: tuple[str, ...], refuse: bool,
-    max_tokens: int, model: str | None, dtype: str | None, attention: str | None, sampler: dict[str, Any],
-    as_json: bool,
+    overwrite: bool, append: bool, every: int | None, keys: Keys, codec: str | None, accept: tuple[str, ...],
+    refuse: bool, max_tokens: int, model: str | None, dtype: str | None, attention: str | None,
+    sampler: dict[str, Any], as_json: bool,
 ) -> None:  # fmt: skip
     """Go on from the last token of FILE, a snapshot or a session, without evaluating its history again.
 
@@ -227,6 +244,7 @@ def resume(
     if chat and not given:
         raise click.UsageError("--chat needs --prompt or --prompt-file")
     _check_count(max_tokens)
+    _check_every(every, session=append, option="--append")
     if save is not None:
         check_target(save, overwrite=overwrite)
     keys.check(target=save, option="--save", source=file, session=append)
@@ -249,10 +267,10 @@ def resume(
         engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
         back = restored(snapshot, engine, accept, sampler_state(snapshot.sampler, sampler),
                         non_finite="refuse" if refuse else "allow")  # fmt: skip
-        turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings,
+        turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
                     metadata={**snapshot.metadata, "model": chosen.recorded})  # fmt: skip
-        turn.run(_ids_of(engine, given, chat=chat), None)
-        turn.store(save=save, codec=codec, session=session, locked=keys.saving())
+        turn.run(_ids_of(engine, given, chat=chat), None, every=every, opened=lambda: session)
+        turn.store(save=save, session=session, locked=keys.saving())
     turn.finish()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from kvsnap.cli._output import (
     waiting,
 )
 from kvsnap.errors import ContextError, InputError
+from kvsnap.journalling import UNFINISHED, Journalled, journal
 from kvsnap.layout import Sampler, SamplerState, Snapshot
 from kvsnap.protocols import Engine, Token
 from kvsnap.session import Session
@@ -39,6 +40,7 @@ STOPS = {
     "length": "stopped by --max-tokens",
     "context": "the context is full",
     "interrupted": "interrupted",
+    UNFINISHED: "published on the way, and its run did not come to an end",
 }
 """Why a generation stopped: the word in JSON and in a file's metadata, and in words. Only `end` completes a turn."""
 
@@ -121,19 +123,41 @@ class Turn:
     restored: Restored | None
     metadata: Mapping[str, str] = field(default_factory=dict)
     warnings: Sequence[str] = ()
+    codec: str | None = None
     tokens: list[Token] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     stop: str = "length"
+    journalled: Journalled | None = None
 
-    def run(self, ids: Sequence[int], sampler: Sampler | None) -> None:
+    def _stream(
+        self, ids: Sequence[int], sampler: Sampler | None, every: int | None, opened: Callable[[], Session | None]
+    ) -> Iterator[Token]:
+        with waiting(f"reading {count(len(ids), 'token')}"):
+            stream = kvsnap.generate(self.engine, ids, max_tokens=self.max_tokens, sampler=sampler)
+        # Opened after the prompt, whose errors leave no session behind.
+        session = opened() if every else None
+        if session is None or every is None:
+            return stream
+        self.journalled = journal(self.engine, session, stream, every=every, codec=self.codec, metadata=self.metadata,
+                                  shown=progress)  # fmt: skip
+        return self.journalled
+
+    def run(
+        self,
+        ids: Sequence[int],
+        sampler: Sampler | None,
+        *,
+        every: int | None = None,
+        opened: Callable[[], Session | None] = lambda: None,
+    ) -> None:
         """Evaluate the prompt and generate, streaming text to stdout.
 
+        With `every` what there is is published after so many tokens, in the session that `opened` returns.
         An interrupt or a full context ends it, and is remembered; `ContextError` when no token could be generated.
         """
         engine = self.engine
         forwards, started = engine.forwards, time.perf_counter()
-        with waiting(f"reading {count(len(ids), 'token')}"):
-            stream = kvsnap.generate(engine, ids, max_tokens=self.max_tokens, sampler=sampler)
+        stream = self._stream(ids, sampler, every, opened)
         prefilled = time.perf_counter()
         first_s, first_forwards = 0.0, 0
         as_text = _has_tokenizer(engine)
@@ -175,10 +199,12 @@ class Turn:
         )
 
     def store(
-        self, *, save: str | None, codec: str | None, session: Session | None, session_file: str | None = None,
-        locked: Mapping[str, Any],
+        self, *, save: str | None, session: Session | None, session_file: str | None = None, locked: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Save a snapshot (encrypted as `locked` says), append to the session (open, or made now), as asked for."""
+        if self.journalled is not None:
+            self._end_journal(self.journalled)
+            session = session_file = None
         if save is None and session is None and session_file is None:
             return
         started = time.perf_counter()
@@ -190,20 +216,32 @@ class Turn:
         self.facts["capture_s"] = captured - started
         if save is not None:
             with progress(f"saving {save}") as report:
-                saved = kvsnap.save(snapshot, save, codec=codec, progress=report, **locked)
+                saved = kvsnap.save(snapshot, save, codec=self.codec, progress=report, **locked)
             self.facts["save"] = {**saved.to_dict(), "save_s": time.perf_counter() - captured}
         if session is None and session_file is not None:
             with opened_session(session_file) as made:
-                self._append(made, snapshot, codec)
+                self._append(made, snapshot)
         elif session is not None:
-            self._append(session, snapshot, codec)
+            self._append(session, snapshot)
 
-    def _append(self, session: Session, snapshot: Snapshot, codec: str | None) -> None:
+    def _end_journal(self, journalled: Journalled) -> None:
+        journalled.close()
+        if journalled.report is not None:
+            self.facts["append"] = {
+                **journalled.report.to_dict(),
+                "nbytes": journalled.nbytes,
+                "commits": journalled.n_commits,
+                "file_bytes": journalled.session.nbytes,
+                "append_s": journalled.seconds,
+            }
+
+    def _append(self, session: Session, snapshot: Snapshot) -> None:
         started = time.perf_counter()
         with progress(f"appending to {session.path}") as report:
-            done = session.append(snapshot, complete=self.stop == "end", codec=codec, progress=report)
+            done = session.append(snapshot, complete=self.stop == "end", codec=self.codec, progress=report)
         self.facts["append"] = {
             **done.to_dict(),
+            "commits": 1,
             "file_bytes": session.nbytes,
             "append_s": time.perf_counter() - started,
         }
@@ -255,4 +293,5 @@ class Turn:
             done = facts["append"]
             what = f"{size(done['nbytes'])} written, {size(done['file_bytes'])} and {count(done['n_tokens'], 'token')}"
             cut = "" if self.stop == "end" else f"; the turn is marked as cut off ({STOPS[self.stop]})"
-            remark(f"appended to {done['path']}: {what} in all{cut}")
+            times = f" in {done['commits']} commits" if done["commits"] > 1 else ""
+            remark(f"appended to {done['path']}{times}: {what} in all{cut}")
