@@ -20,8 +20,10 @@ from kvsnap.layout import Sampler, SamplerState
 from kvsnap.protocols import Engine
 
 __all__ = [
-    "EMBEDDED", "ChosenModel", "RefusedModelError", "adapter_option", "choose_model", "idle_settings", "model_options",
-    "open_engine", "parse_sampler", "refusing", "sampler_options", "sampler_state",
+    "EMBEDDED", "ChosenModel", "RefusedModelError", "accept_option", "adapter_option", "choose_model",
+    "codec_option", "idle_settings", "model_options",
+    "open_engine", "parse_sampler", "refusing", "sampler_changes",
+    "sampler_options", "sampler_state",
 ]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -29,6 +31,17 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _ATTENTION = ("sdpa", "eager")
 EMBEDDED = "smollm2"
 _ADAPTER = "kvsnap.adapter"
+
+
+accept_option = click.option(
+    "--accept",
+    multiple=True,
+    metavar="FIELD",
+    help="Take on a difference: weights, dtype, tokenizer, config.NAME ... (repeatable). Then nothing is exact.",
+)
+codec_option = click.option(
+    "--codec", type=click.Choice(("exact", "q8")), help="How tensors are stored; q8 is a quarter of float32, not exact."
+)
 
 
 def model_options(function: Function) -> Function:
@@ -90,8 +103,13 @@ def sampler_options(function: Function) -> Function:
 
 def parse_sampler(text: str) -> Sampler:
     """Return the sampler of `temperature=0.7,seed=1` or `greedy`. Raise `InputError` naming what is wrong."""
+    return Sampler(**sampler_changes(text))
+
+
+def sampler_changes(text: str) -> dict[str, Any]:
+    """Return the settings named in a text as `parse_sampler` reads it, and no others; raise as it does."""
     if text.strip() == "greedy":
-        return Sampler()
+        return {f.name: f.default for f in fields(Sampler)}
     known = {f.name: int if f.name in ("top_k", "seed") else float for f in fields(Sampler)}
     settings: dict[str, Any] = {}
     for item in text.split(","):
@@ -105,7 +123,7 @@ def parse_sampler(text: str) -> Sampler:
             settings[name] = known[name](value)
         except ValueError:
             raise InputError(f"sampler setting {name} is no number", found=value) from None
-    return Sampler(**settings)
+    return settings
 
 
 def sampler_state(saved: SamplerState | None, changes: dict[str, Any]) -> SamplerState | None:

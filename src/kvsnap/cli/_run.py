@@ -18,8 +18,10 @@ from kvsnap import inspection
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._model import (
     ChosenModel,
+    accept_option,
     adapter_option,
     choose_model,
+    codec_option,
     idle_settings,
     model_options,
     open_engine,
@@ -48,15 +50,6 @@ from kvsnap.protocols import Engine
 
 __all__ = ["COMMANDS"]
 
-_accept = click.option(
-    "--accept",
-    multiple=True,
-    metavar="FIELD",
-    help="Take on a difference: weights, dtype, tokenizer, config.NAME ... (repeatable). Then nothing is exact.",
-)
-_codec = click.option(
-    "--codec", type=click.Choice(("exact", "q8")), help="How tensors are stored; q8 is a quarter of float32, not exact."
-)
 _max_tokens = click.option("--max-tokens", type=int, default=64, show_default=True, help="Stop after this many tokens.")
 _chat = click.option("--chat", is_flag=True, help="Give the prompt as a user message, by the model's chat template.")
 _ids = click.option(
@@ -146,7 +139,7 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
 )  # fmt: skip
 @_every
 @key_options(writes=True)
-@_codec
+@codec_option
 @_max_tokens
 @model_options
 @adapter_option
@@ -214,8 +207,8 @@ def generate(
 @click.option("--append", is_flag=True, help="Append the new turn to FILE, which is a session.")
 @_every
 @key_options(writes=True)
-@_codec
-@_accept
+@codec_option
+@accept_option
 @click.option("--refuse-non-finite", "refuse", is_flag=True, help="Restore nothing that holds NaN or infinite values.")
 @_max_tokens
 @model_options
@@ -276,7 +269,7 @@ def resume(
 
 @click.command()
 @click.argument("file", callback=named)
-@_accept
+@accept_option
 @model_options
 @adapter_option
 @library_option
@@ -344,7 +337,7 @@ def _show_check(found: Compatibility, chosen: ChosenModel, room: int | None, rea
     help='As "temperature=0.7,top_p=0.9,seed=1", or "greedy"; once for each continuation.',
 )  # fmt: skip
 @_max_tokens
-@_accept
+@accept_option
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV line for each continuation.")
 @model_options
 @adapter_option
