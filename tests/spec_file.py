@@ -414,6 +414,7 @@ class SpecReader:
         pieces: dict[str, list[Any]] = {}
         starts: dict[str, list[int]] = {}
         out: dict[str, Any] = {"ids": [], "kinds": [], "positions": [], "texts": [], "exact": True, "bound": 0.0}
+        said: tuple[list[Any], bool, bool] = ([], True, False)
         digest, rows = bytes(16), 0
         for reader, entry in self.live():
             t = reader.table(entry["span"], SPAN)
@@ -427,6 +428,7 @@ class SpecReader:
             out["kinds"] += [k for k, count in t["runs"] for _ in range(count)][: len(ids)]
             out["positions"] += [p + i for p, count in t["positions"] for i in range(count)][: entry["n_rows"]]
             out["texts"].append(t["meta"].get("text") if entry["n_tokens"] == t["n_tokens"] else None)
+            said = joined_messages(said, t["meta"], cut=entry["n_tokens"] < t["n_tokens"])
             rows += entry["n_rows"]
             for part in t["parts"]:
                 spec = specs[part["tensor"]]
@@ -464,6 +466,7 @@ class SpecReader:
                     out["logits"] = self.values(spec, part)
                 else:
                     out["tensors"][spec["name"]] = self.values(spec, part)
+        out["messages"] = said[0] if said[1] and said[2] else None
         out["identity"] = self.json("identity", IDENTITY)
         note = self.json("note", NOTE)
         out["metadata"] = note["metadata"] if note else {}
@@ -499,6 +502,25 @@ class SpecReader:
                 about = [number, starts.get(number, 0), values.ndim, *values.shape]
                 digest.update(struct.pack(f"<{len(about)}Q", *about) + h128(np.ascontiguousarray(values).tobytes()))
         return str(digest.hexdigest())
+
+
+def joined_messages(
+    said: tuple[list[Any], bool, bool], meta: dict[str, Any], *, cut: bool
+) -> tuple[list[Any], bool, bool]:
+    """The messages behind one more span (section 9): the first ones, whether these are all, whether any were told."""
+    if "messages" not in meta:
+        return said
+    before, all_of_them, _ = said
+    added, after = meta["messages"], meta.get("messages_after")
+    need(after is None or (type(after) is int and after >= 0), "messages_after")
+    need(added is None or all(type(m) is dict and type(m["role"]) is str for m in added), "messages")
+    if cut or added is None:
+        return before[:after], False, True
+    if after is None and all_of_them:
+        return before + added, True, True
+    if after is not None and after <= len(before):
+        return before[:after] + added, True, True
+    return before, False, True
 
 
 def check_heads(shard: dict[str, Any]) -> None:

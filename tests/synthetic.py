@@ -184,7 +184,7 @@ def same(a: Snapshot, b: Snapshot) -> list[str]:
     """Return what differs between two snapshots, bit by bit; empty when nothing does."""
     names = [
         "architecture", "tokens", "runs", "n_rows", "n_pending", "token_offset", "positions", "sampler", "identity",
-        "text", "metadata",
+        "text", "messages", "metadata",
     ]  # fmt: skip
     found = [name for name in names if getattr(a, name) != getattr(b, name)]
     left = [*a.tensors(), *([a.logits] if a.logits else [])]

@@ -16,7 +16,8 @@ import kvsnap
 from kvsnap import Session
 from kvsnap.errors import BusyError, ConflictError, InputError
 from kvsnap.files import Appender, Reader, replacing
-from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native import counts
+from kvsnap.formats.native.told import Told
 from kvsnap.formats.native.write import RecordWriter
 from synthetic import same, snapshot
 
@@ -195,12 +196,12 @@ def test_closing_waits_for_the_change_of_another_thread(path: Path) -> None:
 
 def test_ids_that_were_read_before_a_change_are_not_kept_behind_it(path: Path) -> None:
     session = made(path, 8)
-    session._tokens = None
+    session._told = None
     started = threading.Event()
     other = threading.Thread(target=lambda: session.append(snapshot(TOKENS[:12], layers=3, text="x" * 12)))
 
-    def slow(read: Callable[..., kvsnap.Snapshot]) -> Callable[..., kvsnap.Snapshot]:
-        def slowly(of: object) -> kvsnap.Snapshot:
+    def slow(read: Callable[..., Told]) -> Callable[..., Told]:
+        def slowly(of: object) -> Told:
             found = read(of)
             if not started.is_set():
                 started.set()
@@ -210,7 +211,7 @@ def test_ids_that_were_read_before_a_change_are_not_kept_behind_it(path: Path) -
 
         return slowly
 
-    with mock.patch.object(NativeFile, "snapshot", slow(NativeFile.snapshot)):
+    with mock.patch.object(counts, "told_of", slow(counts.told_of)):
         assert session.tokens == TOKENS[:8]
         other.join()
     assert session.tokens == TOKENS[:12]
@@ -249,7 +250,7 @@ def test_a_reader_stays_at_its_turn_and_is_told_of_another_file(path: Path) -> N
         writer.append(snapshot(TOKENS[:12], layers=3))
         assert (reader.n_tokens, len(reader.tokens), len(reader.history)) == (8, 8, 2)
         writer.compact()
-        reader._tokens = None
+        reader._told = None
         for act in (lambda: reader.tokens, lambda: reader.history, lambda: reader.fork(path.with_name("other"))):
             with pytest.raises(ConflictError, match="another file took the place"):
                 act()

@@ -88,8 +88,8 @@ def remove(
     Else rows behind a removed one either close up to the positions that become free (`positions="close"`), for which
     their keys are rotated back with the frequencies in `rope` (one for all layers, or one for each), or keep theirs
     (`"keep"`), so that positions jump. Tensors with such rows get the bound infinity: they are approximations, whatever
-    the model, because those rows saw what was removed; `metadata["edited"]` tells what was. Logits that saw it and the
-    text are dropped. Pending tokens stay pending.
+    the model, because those rows saw what was removed; `metadata["edited"]` tells what was. Logits that saw it, the
+    text and the messages are dropped. Pending tokens stay pending.
 
     Raise `InputError` for spans that are no spans, `UnsupportedError` naming the layer where rows cannot be removed, or
     keys cannot be rotated and why.
@@ -116,6 +116,7 @@ def remove(
         positions=_positions(snapshot, cut),
         logits=None if gone else snapshot.logits,
         text=None,
+        messages=None,
         metadata=_told(snapshot.metadata, spans, whole) if cut.touches else snapshot.metadata,
         source={name: value for name, value in snapshot.source.items() if name not in ("loaded", "path")},
     )

@@ -169,7 +169,8 @@ class Snapshot:
 
     `tokens` are all ids seen, `runs` tell which were prompt and which generated. `logits` (`[vocab]`, in the dtype of
     the model) belong to the last evaluated position. `metadata` is the user's. `source` keeps what a foreign file said.
-    `shard` tells which part of a whole this is; None: it is whole.
+    `shard` tells which part of a whole this is; None: it is whole. `messages` are those of the chat that the tokens
+    are of, each with a text `role`, and else what the caller put there, as JSON can hold it; None: not known.
     """
 
     architecture: str = ""
@@ -185,6 +186,7 @@ class Snapshot:
     sampler: SamplerState | None = None
     identity: Identity = field(default_factory=Identity)
     text: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
     shard: Shard | None = None
@@ -360,6 +362,7 @@ class Snapshot:
             logits=None if cut_rows else self.logits,
             sampler=None,  # its random numbers stand where the last token was drawn
             text=None,
+            messages=None,
             shard=None if self.shard is None else self.shard.unproven(),
         )
 

@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from kvsnap import codecs
 from kvsnap.errors import ConflictError, InputError
-from kvsnap.files import Appender, Reader, absolute, write_whole
+from kvsnap.files import Appender, absolute, write_whole
 from kvsnap.formats.native import turns as turning
 from kvsnap.formats.native.assemble import snapshot_of
 from kvsnap.formats.native.base import Base
 from kvsnap.formats.native.copy import CompactReport, CopyReport, check_alone, copy_session, replace_compacted
+from kvsnap.formats.native.counts import Counts
 from kvsnap.formats.native.fork import at_commit
 from kvsnap.formats.native.journal import Journal, Published, empty_file
-from kvsnap.formats.native.live import check_whole, cut_live, ends_of, reach_of
+from kvsnap.formats.native.live import NOTHING, Cut, check_whole, cut_back, cut_live
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.schema import Geometry
 from kvsnap.formats.native.tables import Commit, Entry, Operation
+from kvsnap.formats.native.told import Told, told_of
 from kvsnap.formats.native.turns import Turn
 from kvsnap.formats.native.vault import refuse_encrypted
 from kvsnap.formats.native.write import SaveReport, check_counts, report_of
 from kvsnap.identity import Identity
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress
-from kvsnap.reach import Reach
-from kvsnap.records import read_header
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,143 +44,6 @@ __all__ = ["Session", "Turn"]
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="Session")
-
-
-class _Counts:
-    """What a session says of its last published commit without reading anything, and of all commits."""
-
-    path: str
-    _journal: Journal
-    _turns: threading.RLock
-    dropped: int
-    notes: tuple[str, ...]
-    _tokens: tuple[int, ...] | None = None
-    _text: str | None = None
-    _next: Journal | None = None  # of the file that compacting made, until the session goes on with it
-
-    def _settle(self, *, ended: bool = True) -> None:
-        """Go on with the file that compacting made, once it has the name; with `ended` forget one that has not."""
-        made = self._next
-        if made is not None and made.is_named:
-            self.dropped, self.notes, self._tokens, self._text = 0, (), None, None
-            before, self._journal = self._journal, made  # an interrupt finds one of both; the next call goes on
-            if before is not made:
-                before.close()
-            self._next = None
-        elif made is not None and ended:
-            made.close()
-            self._next = None
-
-    @property
-    def _now(self) -> Published:
-        return self._journal.now
-
-    def _reader(self) -> Reader:
-        with ExitStack() as undo:
-            reader = undo.enter_context(Reader(self.path))
-            if read_header(reader).file_id != self._journal.header.file_id:
-                raise ConflictError("another file took the place of the one that was opened", path=self.path)
-            undo.pop_all()
-        return reader
-
-    def _file(self) -> NativeFile:
-        footer = self._now.footer
-        return NativeFile(self._reader(), mapped=False, at=(footer.commit_offset, footer.digest))
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """All ids of the history. The first use reads the tables of the spans, not the tensors.
-
-        Raise `ConflictError` when another file took the place of the one that was opened: `load` goes on with that.
-        """
-        return self._history()[0]
-
-    def _history(self) -> tuple[tuple[int, ...], str | None]:
-        with self._turns:  # else what was read before a change could be kept behind it
-            self._settle(ended=False)
-            if self._tokens is None:
-                with closing(self._file()) as file:
-                    snapshot = file.snapshot()
-                self._tokens, self._text = snapshot.tokens, snapshot.text
-            return self._tokens, self._text
-
-    def reach(self, n_tokens: int) -> Reach:
-        """Return what `truncate` to `n_tokens` tokens would keep, or to the nearest length below that can be reached.
-
-        Reads tables, not the tensors. Raise `InputError` outside 0..n_tokens, else as `tokens`.
-        """
-        with self._turns:
-            self._settle(ended=False)
-            self._check_length(n_tokens)
-            with closing(self._file()) as file:
-                return reach_of(file, n_tokens)
-
-    def _check_length(self, n_tokens: int) -> None:
-        if not 0 <= n_tokens <= self.n_tokens:
-            raise InputError(
-                "cannot truncate to this length", path=self.path, expected=f"0 to {self.n_tokens}", found=n_tokens
-            )
-
-    def _nearest(self, n_tokens: int) -> int:
-        with closing(self._file()) as file:
-            return ends_of(file).below(n_tokens)
-
-    def check_open_to_turns(self) -> None:
-        """Raise what `append` would raise whatever it is given: worth a look before a turn is generated.
-
-        That is `InputError` (opened for reading only), `PoisonedError`, `ConflictError`, and `DamagedError` when a
-        later commit was published and cannot be read.
-        """
-        self._journal.check_writable()
-        self._journal.check_nothing_lost()
-
-    @property
-    def n_tokens(self) -> int:
-        """Ids in the history."""
-        return self._now.commit.n_tokens
-
-    @property
-    def n_rows(self) -> int:
-        """Positions evaluated."""
-        return self._now.commit.n_rows
-
-    @property
-    def n_pending(self) -> int:
-        """Ids at the end that are not evaluated."""
-        return self._now.commit.n_pending
-
-    @property
-    def n_commits(self) -> int:
-        """Number of the last commit."""
-        return self._now.commit.number
-
-    @property
-    def complete(self) -> bool:
-        """False when the last turn was cut off."""
-        return self._now.commit.complete
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the file up to the last published commit."""
-        return self._now.footer.file_length
-
-    @property
-    def identity(self) -> Identity:
-        """What the session was made with; all unknown while it is empty."""
-        return self._now.identity
-
-    @property
-    def history(self) -> tuple[Turn, ...]:
-        """Every commit, oldest first. Raise `DamagedError` when the chain of commits is broken, else as `tokens`."""
-        with self._turns:  # else compacting could put another file in place in between
-            self._settle(ended=False)
-            now, header, opened = self._now, self._journal.header, self._reader()
-        with closing(opened) as reader:
-            turns = [
-                Turn(c.number, c.operation_name, c.complete, c.n_tokens, c.n_rows, c.time_ns, offset)
-                for c, offset in turning.walk(now.commit, now.footer.commit_offset, header, reader)
-            ]
-        return tuple(reversed(turns))
 
 
 def changes(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -201,7 +64,7 @@ def changes(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
     return changing
 
 
-class Session(_Counts):
+class Session(Counts):
     """A session file. Open it with `Session.open`; use it as a context manager.
 
     Open for writing, it holds the exclusive lock of the file until it is closed; readers are not disturbed. After
@@ -266,7 +129,7 @@ class Session(_Counts):
             if self._journal.appender is not None:
                 raise ConflictError("the file changed since it was opened", path=self.path)
             self._journal = Journal(self.path, None, file)
-            self._tokens = self._text = None
+            self._told = None
         if n_tokens is None or n_tokens == self.n_tokens:
             check_whole(file)
             return file.snapshot()
@@ -277,38 +140,51 @@ class Session(_Counts):
 
     @changes
     def append(
-        self, snapshot: Snapshot, *, complete: bool = True, codec: str | None = None, progress: Progress | None = None
-    ) -> SaveReport:
+        self, snapshot: Snapshot, *, after: int | None = None, complete: bool = True, codec: str | None = None,
+        progress: Progress | None = None,
+    ) -> SaveReport:  # fmt: skip
         """Publish what `snapshot` has beyond the session as one turn; only the new rows are written.
 
         `snapshot` may be partial (`capture(start=session.n_rows)`). `complete=False` marks a turn that was cut off.
+        With `after` the turn takes the place of all that is behind the first `after` tokens, by the same commit: killed
+        at any instant, the file has the old history or the new one. `rewind` finds the old one.
         Raise `InputError` when it does not continue the session (other tokens, or behind it: truncate first),
         `CompatibilityError` when it is of another model, `DamagedError` when a later commit was published and cannot be
-        read (repair the file, or `rewind` to give it up). On any error the session is as before; only an interrupt that
-        comes during the very last sync finds the turn published.
+        read (repair the file, or `rewind` to give it up); for `after` as `truncate`. On any error the session is as
+        before; only an interrupt that comes during the very last sync finds the turn published.
         """
         self.check_open_to_turns()
-        check_counts(snapshot, known=self.n_tokens)
+        now, told = self._beginning(after)
+        check_counts(snapshot, known=now.commit.n_tokens)
         codec_name = codecs.codec_of_name(codec or "exact").name
-        now = self._now.restarted()
-        turning.check_continues(now, snapshot, lambda: self.tokens, self.path)
+        turning.check_continues(now, snapshot, told.tokens, self.path)
         geometry, identity = turning.merged_geometry(now, snapshot, self.path), turning.merged_identity(now, snapshot)
         turning.check_static(now, snapshot, self._file)
-        text, before = self._new_text(snapshot), turning.codes_before(now, snapshot, self._file)
+        grown, before = told.with_turn(snapshot), turning.codes_before(now, snapshot, self._file, after)
+        kept = len(now.entries) if after is None else self._unchanged(now.entries)
         with self._journal.writing() as writer:
             commit, entry, parts = turning.write_turn(
-                now, writer, snapshot, text, geometry, identity, codec_name, progress
+                now, writer, snapshot, grown.said.since(told.said), geometry, identity, codec_name, progress
             )
             commit = replace(commit, complete=complete)
-            self._tokens = self._text = None  # an interrupt may come right behind the commit
+            self._told = None  # an interrupt may come right behind the commit
             written = self._journal.publish(
-                writer, commit, (*now.entries, entry), kept=len(now.entries), base=now.base, geometry=geometry,
-                identity=identity,
-            )  # fmt: skip
-        self._tokens, self._text = snapshot.tokens, snapshot.text
+                writer, commit, (*now.entries, entry), kept=kept, base=now.base, geometry=geometry, identity=identity
+            )
+        self._told = grown
         file_id = self._journal.header.file_id
         report = report_of(snapshot, parts, nbytes=written, path=self.path, commit=self.n_commits, file_id=file_id)
         return replace(report, requantised=turning.requantised(before, parts, snapshot))
+
+    def _beginning(self, after: int | None) -> tuple[Published, Told]:
+        """Return what a turn goes on from, and what that tells."""
+        if after is None or after == self.n_tokens:
+            now = self._now.restarted()
+            return now, Told() if now.is_empty else self._history()
+        self._check_length(after)
+        with closing(NativeFile.open(self.path, mapped=False)) as file:
+            cut = cut_live(file, after)
+            return cut_back(self._now, cut, file).restarted(), told_of(cut.live)
 
     @changes
     def truncate(self, n_tokens: int, *, nearest: bool = False) -> int:
@@ -329,14 +205,7 @@ class Session(_Counts):
             self._reset()
             return 0
         with closing(NativeFile.open(self.path, mapped=False)) as file:
-            cut = cut_live(file, n_tokens)
-            entries = cut.within(file)
-            base = cut.base(now.base, file) if now.base and not entries else None
-        commit = replace(
-            now.commit, operation=Operation.TRUNCATE, complete=True, n_tokens=n_tokens, n_rows=cut.n_rows,
-            n_pending=cut.n_pending, token_offset=cut.token_offset, state=cut.state if entries else 0,
-        )  # fmt: skip
-        self._rewrite(commit, entries, base)
+            self._cut_back(cut_live(file, n_tokens), file, Operation.TRUNCATE)
         return n_tokens
 
     @changes
@@ -345,13 +214,11 @@ class Session(_Counts):
         self._reset()
 
     def _reset(self) -> None:
-        base = self._now.base
-        nothing = replace(base, kept=0, n_tokens=0, n_rows=0, history=bytes(16)) if base else None
-        commit = replace(
-            self._now.commit, operation=Operation.RESET, complete=True, n_tokens=0, n_rows=0, n_pending=0,
-            token_offset=0, state=0,
-        )  # fmt: skip
-        self._rewrite(commit, (), nothing)
+        self._cut_back(NOTHING, None, Operation.RESET)
+
+    def _cut_back(self, cut: Cut, file: NativeFile | None, operation: int) -> None:
+        left = cut_back(self._now, cut, file)
+        self._rewrite(replace(left.commit, operation=operation, complete=True), left.entries, left.base)
 
     def fork(
         self,
@@ -421,10 +288,13 @@ class Session(_Counts):
         geometry: Geometry | None = None,
         identity: Identity | None = None,
     ) -> None:
-        same = sum(1 for a, b in zip(self._now.entries, entries, strict=False) if a == b)
+        same = self._unchanged(entries)
         with self._journal.writing() as writer:
-            self._tokens = self._text = None
+            self._told = None
             self._journal.publish(writer, commit, entries, kept=same, base=base, geometry=geometry, identity=identity)
+
+    def _unchanged(self, entries: tuple[Entry, ...]) -> int:
+        return sum(1 for a, b in zip(self._now.entries, entries, strict=False) if a == b)
 
     def close(self) -> None:
         """Close the file and give up the lock. Waits for a change that another thread is making."""
@@ -442,8 +312,3 @@ class Session(_Counts):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _new_text(self, snapshot: Snapshot) -> tuple[int | None, str] | None:
-        if snapshot.text is None:
-            return None
-        return turning.new_text(self._history()[1] if self.n_tokens else "", snapshot.text)

@@ -236,6 +236,7 @@ def _check_same(position: int, first: Snapshot, other: Snapshot) -> None:
             "sampler": s.sampler,
             "identity": s.identity,
             "text": s.text,
+            "messages": s.messages,
         }
 
     left, right = facts(first), facts(other)

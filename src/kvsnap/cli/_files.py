@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 from collections import Counter
 from typing import Any
@@ -98,6 +99,7 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
         ("evaluated", f"{s.n_rows:,} positions, next is {s.token_offset:,}"),
         ("logits", logits),
         ("text", "stored" if s.has_text else "not stored"),
+        *([("messages", f"{s.n_messages:,}")] if s.n_messages is not None else []),
         ("size", f"{size(s.file_bytes)} in {count(s.n_spans, 'span')}; tensors {size(s.tensor_bytes)}"),
         ("stored as", stored or "nothing"),
         ("fidelity", fidelity),
@@ -154,6 +156,7 @@ def _sampler_text(s: Summary) -> str:
 @click.command()
 @click.argument("file", callback=named)
 @click.option("--tokens", "as_tokens", is_flag=True, help="Print token ids, one line for each run.")
+@click.option("--messages", "as_messages", is_flag=True, help="Print the messages of the chat: role and content.")
 @click.option("--prompt-only", is_flag=True, help="Only what was given.")
 @click.option("--generated-only", is_flag=True, help="Only what the model said.")
 @click.option("--model", metavar="NAME", help="Model whose tokenizer makes text of the ids.")
@@ -162,20 +165,28 @@ def _sampler_text(s: Summary) -> str:
 @json_option
 @examples(
     "kvsnap cat chat.kvsnap",
+    "kvsnap cat chat.kvsnap --messages",
     "kvsnap cat chat.kvsnap --tokens",
     "kvsnap cat chat.kvsnap --generated-only --model smollm2",
 )
 def cat(
-    file: str, as_tokens: bool, prompt_only: bool, generated_only: bool, model: str | None, keys: Keys, as_json: bool
-) -> None:
+    file: str, as_tokens: bool, as_messages: bool, prompt_only: bool, generated_only: bool, model: str | None,
+    keys: Keys, as_json: bool,
+) -> None:  # fmt: skip
     """Print the text in FILE.
 
     The whole text is stored beside the ids, so no model is needed. A part of it (--prompt-only, --generated-only) is
-    cut by tokens, for which the tokenizer is asked: name the model.
+    cut by tokens, for which the tokenizer is asked: name the model. The messages of a chat are stored as they were
+    given, where they are known.
     """
+    if as_messages and (as_tokens or prompt_only or generated_only):
+        raise click.UsageError("--messages prints whole messages, not tokens or a part of the text")
     if prompt_only and generated_only:
         raise click.UsageError("--prompt-only and --generated-only leave nothing")
     snapshot = kvsnap.load(file, key=keys.of(file))
+    if as_messages and not as_json:
+        _print_messages(snapshot, file)
+        return
     wanted = "prompt" if prompt_only else "generated" if generated_only else ""
     runs, start = [], 0
     for run in snapshot.runs:
@@ -185,12 +196,21 @@ def cat(
     text = None if as_tokens and not as_json else _text(snapshot, runs, model, file, strict=not as_json)
     if as_json:
         emit({"n_tokens": sum(len(ids) for _, ids in runs), "runs": [{"kind": k, "tokens": i} for k, i in runs],
-              "text": text})  # fmt: skip
+              "text": text, "messages": snapshot.messages})  # fmt: skip
     elif as_tokens:
         for kind, ids in runs:
             print(f"{kind}: {' '.join(map(str, ids))}")
     else:
         print(text)
+
+
+def _print_messages(snapshot: Snapshot, file: str) -> None:
+    if snapshot.messages is None:
+        raise InputError("the messages are not known: this file does not tell them", path=file)
+    for message in snapshot.messages:
+        content = message.get("content")
+        told = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        print(f"{message['role']}: {told}")
 
 
 def _text(

@@ -21,6 +21,7 @@ from kvsnap.files import Reader
 from kvsnap.formats.foreign import foreign_losses
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.readers import BytesReader, FileReader
+from kvsnap.formats.native.said import pack_messages, parse_said, unpack_messages
 from kvsnap.formats.native.sources import MAX_VALUES
 from kvsnap.identity import Identity
 from kvsnap.layout import PositionRun, Run, Snapshot, Tensor
@@ -185,6 +186,7 @@ def _metadata(snapshot: Snapshot) -> dict[str, Any]:
         "state": json.loads(schema.pack_state(snapshot)),
         "identity": snapshot.identity.to_dict(),
         "text": snapshot.text,
+        **({} if snapshot.messages is None else {"messages": unpack_messages(pack_messages(snapshot.messages))}),
         "metadata": dict(snapshot.metadata),
     }
 
@@ -291,6 +293,8 @@ def _build(
         if tensor.spec.grows and tensor.start + tensor.n_rows != rows:
             raise FormatError(f"{tensor.name}: rows are missing", path=path, expected=rows, found=tensor.n_rows)
     state = json.dumps(about.get("state")).encode()
+    said = json.dumps({"messages": about["messages"]}).encode() if about.get("messages") is not None else b""
+    added = parse_said(said, path, 8).messages
     return Snapshot(
         architecture=geometry.architecture,
         layers=geometry.build(tensors),
@@ -302,6 +306,7 @@ def _build(
         shard=schema.parse_proof(state, geometry.shard, path, 8),
         identity=Identity.from_dict(about.get("identity", {})),
         text=text if isinstance(text, str) else None,
+        messages=None if added is None or added.messages is None else unpack_messages(added.messages),
         metadata=metadata,
         source={"format": "safetensors", "path": path},
         **counts,

@@ -66,12 +66,13 @@ class LibrarySession(Session):
         return self._journal.header.file_id.hex()
 
     def append(
-        self, snapshot: Snapshot, *, complete: bool = True, codec: str | None = None, progress: Progress | None = None
-    ) -> SaveReport:
+        self, snapshot: Snapshot, *, after: int | None = None, complete: bool = True, codec: str | None = None,
+        progress: Progress | None = None,
+    ) -> SaveReport:  # fmt: skip
         """Publish a turn as `Session.append` does; then the library makes room where its limit asks for it."""
         with self._turns:
-            report = super().append(snapshot, complete=complete, codec=codec, progress=progress)
-            self._committed(snapshot)
+            report = super().append(snapshot, after=after, complete=complete, codec=codec, progress=progress)
+            self._committed(snapshot if after is None else None)
         return report
 
     def truncate(self, n_tokens: int, *, nearest: bool = False) -> int:
@@ -130,7 +131,7 @@ class LibrarySession(Session):
             def go_on() -> None:
                 undo.pop_all()
                 before, self.path, self._journal = self._journal, path, journal
-                self.dropped, self.notes, self._tokens, self._text, self._facts = 0, (), None, None, None
+                self.dropped, self.notes, self._told, self._facts = 0, (), None, None
                 before.close()
 
             yield go_on

@@ -145,6 +145,7 @@ def losses_of(snapshot: Snapshot, encoding: Encoding, content: Content) -> tuple
         ("identity", bool(known), "only six numbers of the model are stored"),
         ("architecture", bool(snapshot.architecture), "the name of the architecture is not stored"),
         ("text", snapshot.text is not None, "the text is not stored; the ids are"),
+        ("messages", snapshot.messages is not None, "the messages of the chat are not stored"),
         ("metadata", bool(snapshot.metadata), "notes of the user are not stored"),
         ("shard", snapshot.shard is not None, f"that this is {snapshot.shard} is left out: it reads as a whole"),
         ("runs", any(r.kind == "generated" for r in snapshot.runs), "prompt and generated tokens are not told apart"),

@@ -36,6 +36,8 @@ def _fields(snapshot: Snapshot) -> Iterator[Loss]:
         yield Loss("field", "sampler", "settings and random state of the sampler are left out")
     if snapshot.text is not None:
         yield Loss("field", "text", "the text is left out; the ids are kept")
+    if snapshot.messages is not None:
+        yield Loss("field", "messages", "the messages of the chat are left out")
     if snapshot.shard is not None:
         yield Loss("field", "shard", f"that this is {snapshot.shard} is left out: it reads as a whole")
     if snapshot.metadata:

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.errors import FormatError
-from kvsnap.formats.native import schema
 from kvsnap.formats.native.columns import Columns, JoinedSource
+from kvsnap.formats.native.said import Said, parse_said, unpack_messages
 from kvsnap.formats.native.sources import Sizes
 from kvsnap.layout import Snapshot, Tensor, cut_positions, cut_runs, join_positions, join_runs
 from kvsnap.records import Kind
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvsnap.formats.native.read import NativeFile, Span
     from kvsnap.layout import PositionRun, Run, SamplerState
 
-__all__ = ["bound_of", "joined_text", "snapshot_of"]
+__all__ = ["bound_of", "snapshot_of"]
 
 
 def snapshot_of(file: NativeFile, cut: Cut | None = None) -> Snapshot:
@@ -29,14 +29,14 @@ def snapshot_of(file: NativeFile, cut: Cut | None = None) -> Snapshot:
     counts = file.commit if cut is None else cut
     columns = Columns(Sizes(file.geometry.tensors, replaced=False))
     ids: list[npt.NDArray[np.int32]] = []
-    text: str | None = ""
+    said = Said()
     runs: tuple[Run, ...] = ()
     positions: tuple[PositionRun, ...] = ()
     for span in file.spans(None if cut is None else cut.live):
         entry, table = span.entry, span.table
         ids.append(table.tokens[: entry.n_tokens])
-        whole = entry.n_tokens == len(table.tokens)
-        text = joined_text(text, schema.parse_text(table.meta, span.file.path, span.payload) if whole else None)
+        piece = parse_said(table.meta, span.file.path, span.payload)
+        said = said.add(piece if entry.n_tokens == len(table.tokens) else piece.cut())
         runs = join_runs(runs, cut_runs(table.runs, entry.n_tokens))
         positions = join_positions(positions, cut_positions(table.positions, entry.n_rows))
         columns.add(entry, table, span.payload, span.file.content, mapped=span.file.mapped)
@@ -59,7 +59,8 @@ def snapshot_of(file: NativeFile, cut: Cut | None = None) -> Snapshot:
         logits=logits,
         sampler=sampler,
         identity=file.identity,
-        text=text if len(columns) else None,
+        text=said.text if len(columns) else None,
+        messages=unpack_messages(said.messages) if said.known else None,
         metadata=file.metadata,
         source={
             "format": "native",
@@ -128,13 +129,3 @@ def _tensor(file: NativeFile, spec: TensorSpec, columns: Columns, n_rows: int) -
     if len(column.spans) == 1 and column.whole:
         source = columns.slice(int(column.spans[0]), spec.id).source
     return Tensor(spec, source, start=start, n_rows=stop - start, bound=column.bound)
-
-
-def joined_text(before: str | None, piece: tuple[int | None, str] | None) -> str | None:
-    """Return the text up to and including a span; None where a part of it is not known."""
-    if piece is None:
-        return None
-    after, text = piece
-    if after == 0:
-        return text
-    return None if before is None else before[:after] + text

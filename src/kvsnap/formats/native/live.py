@@ -10,6 +10,7 @@ from itertools import accumulate
 from kvsnap.errors import DamagedError, FormatError, UnsupportedError
 from kvsnap.formats.native.assemble import bound_of
 from kvsnap.formats.native.base import Base
+from kvsnap.formats.native.journal import Published
 from kvsnap.formats.native.read import NativeFile, spans_of
 from kvsnap.formats.native.schema import parse_token_offset
 from kvsnap.formats.native.tables import Entry, history_digest
@@ -18,7 +19,7 @@ from kvsnap.reach import Ends, Reach, Stop, needs_state
 from kvsnap.records import Kind
 from kvsnap.tensors import TensorSpec
 
-__all__ = ["Cut", "Live", "check_whole", "cut_live", "ends_of", "position_after", "reach_of"]
+__all__ = ["NOTHING", "Cut", "Live", "check_whole", "cut_back", "cut_live", "ends_of", "position_after", "reach_of"]
 
 Live = tuple[NativeFile, Entry]
 """An entry of the live list, with the file that its offsets mean."""
@@ -40,6 +41,11 @@ class Cut:
         return self.live[-1][1].state if self.live else 0
 
     @property
+    def state_place(self) -> tuple[NativeFile, int]:
+        """File and offset of that STATE. There has to be an entry."""
+        return self.live[-1][0], self.state
+
+    @property
     def digest(self) -> bytes:
         """History digest."""
         return self.live[-1][1].digest if self.live else bytes(16)
@@ -48,13 +54,30 @@ class Cut:
         """Return the entries that lie in `file`: the last ones."""
         return tuple(entry for where, entry in self.live if where is file)
 
-    def base(self, base: Base, file: NativeFile) -> Base:
+    def base(self, base: Base, file: NativeFile | None) -> Base:
         """Return what a fork, open as `file`, keeps of its parent when no more than this stays."""
         entries = [entry for where, entry in self.live if where is not file]
         return replace(
             base, kept=len(entries), n_tokens=sum(e.n_tokens for e in entries), n_rows=sum(e.n_rows for e in entries),
             history=entries[-1].digest if entries else bytes(16),
         )  # fmt: skip
+
+
+NOTHING = Cut((), 0, 0, 0, 0)
+"""What a reset keeps."""
+
+
+def cut_back(now: Published, cut: Cut, file: NativeFile | None) -> Published:
+    """Return what is published at the end of an open file (not needed where nothing is kept), cut back."""
+    entries = () if file is None else cut.within(file)
+    base = now.base
+    if base is not None and not entries:
+        base = cut.base(base, file)
+    commit = replace(
+        now.commit, n_tokens=cut.n_tokens, n_rows=cut.n_rows, n_pending=cut.n_pending, token_offset=cut.token_offset,
+        state=cut.state if entries else 0, digest=cut.digest,
+    )  # fmt: skip
+    return replace(now, commit=commit, entries=entries, base=base)
 
 
 def ends_of(file: NativeFile) -> Ends:
@@ -85,7 +108,7 @@ def cut_live(file: NativeFile, n_tokens: int, ends: Ends | None = None) -> Cut:
     """
     live, ends = file.live, ends or ends_of(file)
     if not n_tokens:
-        return Cut((), 0, 0, 0, 0)
+        return NOTHING
     ends.check(n_tokens, file.path)
     # Where turns ended, the last of them is what comes back, whole: also one that added nothing but a state.
     end = ends.end_of(n_tokens)

@@ -25,6 +25,7 @@ from kvsnap.formats.native.base import (
 from kvsnap.formats.native.readers import BytesReader, FileReader
 from kvsnap.formats.native.sources import PartSource, Sizes
 from kvsnap.formats.native.tables import (
+    MAX_JSON,
     Commit,
     Entry,
     ReadTable,
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BytesReader", "NativeFile", "Span", "spans_of"]
 
-MAX_JSON = 64 << 20
 _TRIES = 8
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from kvsnap.errors import DamagedError, FormatError, VersionError
 from kvsnap.formats.native.base import parse_base
-from kvsnap.formats.native.read import MAX_JSON, NativeFile
+from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.survey import Survey
-from kvsnap.formats.native.tables import Commit, Entry, Operation, history_digest, parse_index
+from kvsnap.formats.native.tables import MAX_JSON, Commit, Entry, Operation, history_digest, parse_index
 from kvsnap.records import RECORD_SIZE, Kind, read_record
 
 __all__ = ["relisted"]

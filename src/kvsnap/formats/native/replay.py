@@ -17,6 +17,7 @@ from kvsnap.errors import DamagedError, FormatError, InputError
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.live import Cut, position_after
 from kvsnap.formats.native.read import NativeFile, Span, spans_of
+from kvsnap.formats.native.said import pack_said, parse_said
 from kvsnap.formats.native.sources import PartSource, Sizes
 from kvsnap.formats.native.tables import (
     Commit,
@@ -29,6 +30,7 @@ from kvsnap.formats.native.tables import (
     pack_index,
     parse_table,
 )
+from kvsnap.formats.native.told import piece_of
 from kvsnap.formats.native.turns import walk
 from kvsnap.formats.native.write import EncodedPart, RecordWriter, Sink, new_header
 from kvsnap.identity import Identity
@@ -301,7 +303,7 @@ class _Replay:
         table = parse_table(raw, record.length, file.path, payload)
         sources = [PartSource(file.reader, self.sizes[kind], part, payload, mapped=False) for part in table.parts]
         if kind == Kind.SPAN:  # what no reader takes is not copied, whatever its checksum
-            schema.parse_text(table.meta, file.path, payload)
+            parse_said(table.meta, file.path, payload)
         else:
             schema.parse_sampler(table.meta, file.path, payload)
         pieces = (pair for source in sources for pair in self._bytes_of(source, counted=kind == Kind.SPAN))
@@ -328,7 +330,7 @@ class _Replay:
         short = Table(
             row_start=table.row_start, n_rows=entry.n_rows, token_start=table.token_start,
             tokens=table.tokens[: entry.n_tokens], runs=cut_runs(table.runs, entry.n_tokens),
-            positions=cut_positions(table.positions, entry.n_rows),
+            positions=cut_positions(table.positions, entry.n_rows), meta=pack_said(replace(piece_of(found), text=None)),
         )  # fmt: skip
         sources = [PartSource(file.reader, self.sizes[Kind.SPAN], part, payload, mapped=False) for part in table.parts]
         kept = [_kept_rows(source.part, source.spec.tokens_per_row, entry) for source in sources]

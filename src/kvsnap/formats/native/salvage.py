@@ -16,11 +16,11 @@ import xxhash
 from kvsnap import codecs
 from kvsnap.errors import DamagedError, FormatError, KvsnapError, UnsupportedError, VersionError
 from kvsnap.formats.native import schema
-from kvsnap.formats.native.assemble import joined_text
 from kvsnap.formats.native.live import Cut, Live
 from kvsnap.formats.native.mend import Mended
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.replay import History, history_of
+from kvsnap.formats.native.said import Said, pack_said, parse_said
 from kvsnap.formats.native.sources import PartSource, Sizes
 from kvsnap.formats.native.tables import Commit, Entry, Operation, Part, ReadTable, Table, history_digest, parse_json
 from kvsnap.formats.native.verify import Damage, VerifyReport, verify_file
@@ -118,7 +118,7 @@ class _Looking:
             raise FormatError("a SPAN is not the one that the live list means", path=where.path, offset=entry.span)
         if history_digest(previous, table.tokens[: entry.n_tokens], entry.n_rows) != entry.digest:
             raise DamagedError("the history digest of a SPAN does not fit", path=where.path, offset=entry.span)
-        schema.parse_text(table.meta, where.path, entry.span + RECORD_SIZE)
+        parse_said(table.meta, where.path, entry.span + RECORD_SIZE)
 
     def _check_parts(
         self, where: NativeFile, kind: int, table: ReadTable, payload: int, *, checked: bool = False
@@ -282,23 +282,22 @@ class _Salvage:
         return tuple(found) if any(turn.entry.n_tokens for turn in found) else ()
 
     def _pending_table(self, kept: tuple[Live, ...], behind: tuple[_Turn, ...]) -> Table:
-        text: str | None = ""
         runs: tuple[Run, ...] = ()
-        before: str | None = ""
+        said = before = Said()
         for i, turn in enumerate(self.turns[: len(kept) + len(behind)]):
             table, entry = turn.table, turn.entry
             assert table is not None  # noqa: S101 # both lists hold turns whose tables are whole
             if i == len(kept):
-                before = text
-            whole = entry.n_tokens == len(table.tokens)
-            text = joined_text(text, schema.parse_text(table.meta, turn.live[0].path, 0) if whole else None)
+                before = said
+            piece = parse_said(table.meta, turn.live[0].path, 0)
+            said = said.add(piece if entry.n_tokens == len(table.tokens) else piece.cut())
             if i >= len(kept):
                 runs = join_runs(runs, cut_runs(table.runs, entry.n_tokens))
         ids: list[npt.NDArray[Any]] = [t.table.tokens[: t.entry.n_tokens] for t in behind if t.table is not None]
         last = [entry for _, entry in kept]
         return Table(
             row_start=sum(e.n_rows for e in last), token_start=sum(e.n_tokens for e in last),
-            tokens=np.concatenate(ids).astype(np.int32), runs=runs, meta=schema.pack_text(_piece(before, text)),
+            tokens=np.concatenate(ids).astype(np.int32), runs=runs, meta=pack_said(said.since(before)),
         )  # fmt: skip
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -411,14 +410,3 @@ class _Salvage:
             if same and start <= damage.offset < stop:
                 return True
         return False
-
-
-def _piece(before: str | None, text: str | None) -> tuple[int | None, str] | None:
-    """Return what `text` adds to the text before: how many characters stay (None: all), and what follows them."""
-    if text is None:
-        return None
-    if before is None:
-        return 0, text
-    pairs = enumerate(zip(before, text, strict=False))
-    kept = next((i for i, (a, b) in pairs if a != b), min(len(before), len(text)))
-    return (None if kept == len(before) else kept), text[kept:]

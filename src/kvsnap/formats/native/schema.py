@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import reprlib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from kvsnap.errors import FormatError, InputError, UnsupportedError
+from kvsnap.formats.native.members import Members
 from kvsnap.formats.native.tables import canonical_json, parse_json
 from kvsnap.layout import RandomState, Sampler, SamplerState, Snapshot
 from kvsnap.tensors import (
@@ -42,14 +41,6 @@ __all__ = [
 
 MAX_TENSORS, MAX_AXES, MAX_LAYERS, MAX_ROW_BYTES = 65_536, 8, 65_536, 2**40
 MAX_SHARDS = 65_536
-_CHOICES = {
-    "role": ROLES,
-    "dtype": tuple(DTYPES),
-    "growth": get_args(Growth),
-    "rope": get_args(RopeState),
-    "pairing": get_args(Pairing),
-    "kind": LAYER_KINDS,
-}
 _DIGEST = re.compile("[0-9a-f]{32}")
 
 
@@ -135,61 +126,8 @@ def pack_layout(geometry: Geometry) -> bytes:
     return payload
 
 
-class _Reader:
-    """Typed access to one JSON object; every error names the record and the member."""
-
-    def __init__(self, data: Any, what: str, path: str | None, offset: int) -> None:
-        self.what, self.path, self.offset = what, path, offset
-        if not isinstance(data, dict):
-            self.refuse("itself", "an object", data)
-        self.data: dict[str, Any] = data
-
-    def refuse(self, name: str, expected: str, found: Any) -> NoReturn:
-        shown = reprlib.repr(found)[:60]  # a file may nest deeper than repr can follow
-        raise FormatError(
-            f"{self.what}: {name} is not valid", path=self.path, offset=self.offset, expected=expected, found=shown
-        )
-
-    def text(self, name: str) -> str:
-        value = self.data.get(name)
-        if not isinstance(value, str):
-            self.refuse(name, "text", value)
-        choices = _CHOICES.get(name)
-        if choices and value not in choices:
-            self.refuse(name, "one of " + " ".join(c or "(empty)" for c in choices), value)
-        return value
-
-    def integer(self, name: str, low: int, high: int) -> int:
-        return self.check_integer(name, self.data.get(name), low, high)
-
-    def check_integer(self, name: str, value: Any, low: int, high: int) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            self.refuse(name, f"an integer from {low} to {high}", value)
-        return value
-
-    def number(self, name: str) -> float:
-        value = self.data.get(name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            self.refuse(name, "a number", value)
-        if not abs(value) <= sys.float_info.max:
-            self.refuse(name, "a finite number", "one beyond the range of a double")
-        return float(value)
-
-    def pair(self, name: str, value: Any, first: int, second: int) -> tuple[int, int]:
-        """Check that a value is a pair of integers from 0 up to these."""
-        if not isinstance(value, list) or len(value) != 2:
-            self.refuse(name, "pairs", value)
-        return self.check_integer(name, value[0], 0, first), self.check_integer(name, value[1], 0, second)
-
-    def items(self, name: str, most: int) -> list[Any]:
-        value = self.data.get(name)
-        if not isinstance(value, list) or len(value) > most:
-            self.refuse(name, f"a list of at most {most}", len(value) if isinstance(value, list) else value)
-        return value
-
-
 def _spec(data: Any, path: str | None, offset: int) -> TensorSpec:
-    r = _Reader(data, "LAYOUT tensor", path, offset)
+    r = Members(data, "LAYOUT tensor", path, offset)
     shape = tuple(r.check_integer("shape", size, 0, 2**40) for size in r.items("shape", MAX_AXES))
     axes = tuple(r.items("axes", MAX_AXES))
     if not all(isinstance(axis, str) for axis in axes):
@@ -198,16 +136,16 @@ def _spec(data: Any, path: str | None, offset: int) -> TensorSpec:
         id=r.integer("id", 0, 2**32 - 1),
         name=r.text("name"),
         layer=r.integer("layer", -1, MAX_LAYERS),
-        role=r.text("role"),
-        dtype=r.text("dtype"),
+        role=r.text("role", ROLES),
+        dtype=r.text("dtype", tuple(DTYPES)),
         axes=axes,
         shape=shape,
-        growth=r.text("growth"),  # type: ignore[arg-type] # one of the choices
+        growth=r.text("growth", get_args(Growth)),  # type: ignore[arg-type] # one of the choices
         row_axis=r.integer("row_axis", -1, len(shape) - 1),
         tokens_per_row=r.integer("tokens_per_row", 1, 2**20),
         window=r.integer("window", 0, 2**40),
-        rope=r.text("rope"),  # type: ignore[arg-type] # one of the choices
-        pairing=r.text("pairing"),  # type: ignore[arg-type] # one of the choices
+        rope=r.text("rope", get_args(RopeState)),  # type: ignore[arg-type] # one of the choices
+        pairing=r.text("pairing", get_args(Pairing)),  # type: ignore[arg-type] # one of the choices
     )
     row_bytes = numpy_dtype(spec.dtype).itemsize
     for size in shape:
@@ -225,11 +163,11 @@ def _spec(data: Any, path: str | None, offset: int) -> TensorSpec:
 
 def parse_layout(raw: bytes, path: str | None, offset: int) -> Geometry:
     """Parse the payload of a LAYOUT record. Raise `FormatError` naming the member."""
-    outer = r = _Reader(parse_json(raw, path, offset), "LAYOUT", path, offset)
+    outer = r = Members(parse_json(raw, path, offset), "LAYOUT", path, offset)
     if "shard" in r.data:
         if "tensors" in r.data or "layers" in r.data:
             r.refuse("shard", "tensors and layers inside it only", "some beside it")
-        r = _Reader(r.data["shard"], "LAYOUT shard", path, offset)
+        r = Members(r.data["shard"], "LAYOUT shard", path, offset)
     tensors = tuple(_spec(item, path, offset) for item in r.items("tensors", MAX_TENSORS))
     known = {spec.id for spec in tensors}
     if len(known) != len(tensors):
@@ -237,7 +175,7 @@ def parse_layout(raw: bytes, path: str | None, offset: int) -> Geometry:
     layers = []
     items = r.items("layers", MAX_LAYERS)
     for place, item in enumerate(items):
-        row = _Reader(item, f"LAYOUT layer {place}", path, offset)
+        row = Members(item, f"LAYOUT layer {place}", path, offset)
         row.integer("index", place, place)
         shares = row.data.get("shares")
         if shares is not None:
@@ -248,12 +186,14 @@ def parse_layout(raw: bytes, path: str | None, offset: int) -> Geometry:
         if not known.issuperset(ids):
             row.refuse("tensors", "ids of tensors in this LAYOUT", sorted(set(ids) - known)[:4])
         quantised = row.text("quantisation") if "quantisation" in row.data else ""
-        layers.append(LayerShape(row.text("kind"), row.integer("num_query_heads", 0, 2**20), shares, ids, quantised))
+        layers.append(
+            LayerShape(row.text("kind", LAYER_KINDS), row.integer("num_query_heads", 0, 2**20), shares, ids, quantised)
+        )
     shard = None if r is outer else _shard(r, tensors)
     return Geometry(outer.text("architecture"), tensors, tuple(layers), shard)
 
 
-def _shard(r: _Reader, tensors: Sequence[TensorSpec]) -> Shard:
+def _shard(r: Members, tensors: Sequence[TensorSpec]) -> Shard:
     count = r.integer("count", 2, MAX_SHARDS)
     heads = tuple(r.pair("heads", item, 2**32 - 1, 2**40) for item in r.items("heads", MAX_TENSORS))
     shard = Shard(index=r.integer("index", 0, count - 1), count=count, heads=heads)
@@ -301,7 +241,7 @@ def parse_proof(raw: bytes, shard: Shard | None, path: str | None, offset: int) 
     data = parse_json(raw, path, offset) if raw else {}
     if shard is None or data.get("shard") is None:
         return shard
-    r = _Reader(data["shard"], "STATE shard", path, offset)
+    r = Members(data["shard"], "STATE shard", path, offset)
     parts = tuple(r.items("parts", shard.count))
     if len(parts) != shard.count or not all(isinstance(p, str) and _DIGEST.fullmatch(p) for p in parts):
         r.refuse("parts", f"{shard.count} digests of 32 hex digits", parts)
@@ -314,7 +254,7 @@ def parse_token_offset(raw: bytes, path: str | None, offset: int) -> int | None:
     data = parse_json(raw, path, offset) if raw else {}
     if "token_offset" not in data:
         return None
-    return _Reader(data, "STATE", path, offset).integer("token_offset", -(2**62), 2**62)
+    return Members(data, "STATE", path, offset).integer("token_offset", -(2**62), 2**62)
 
 
 def parse_sampler(raw: bytes, path: str | None, offset: int) -> SamplerState | None:
@@ -322,8 +262,8 @@ def parse_sampler(raw: bytes, path: str | None, offset: int) -> SamplerState | N
     data = parse_json(raw, path, offset) if raw else {}
     if data.get("sampler") is None or data.get("random") is None:
         return None
-    s = _Reader(data["sampler"], "STATE sampler", path, offset)
-    n = _Reader(data["random"], "STATE random", path, offset)
+    s = Members(data["sampler"], "STATE sampler", path, offset)
+    n = Members(data["random"], "STATE random", path, offset)
     random = RandomState(n.integer("seed", 0, 2**64 - 1), n.integer("draws", 0, 2**63), n.text("algorithm"))
     seed = None if s.data.get("seed") is None else s.integer("seed", 0, 2**64 - 1)
     try:
@@ -340,25 +280,6 @@ def parse_sampler(raw: bytes, path: str | None, offset: int) -> SamplerState | N
     return SamplerState(settings, random)
 
 
-def pack_text(piece: tuple[int | None, str] | None) -> bytes:
-    """Return the meta of a SPAN record: characters of the text before that stay (None: all), and a piece of text."""
-    if piece is None:
-        return b""
-    kept, text = piece
-    return canonical_json({"text": text} if kept is None else {"text": text, "after": kept})
-
-
-def parse_text(raw: bytes, path: str | None, offset: int) -> tuple[int | None, str] | None:
-    """Parse the meta of a SPAN record: (characters of the text before that stay, None for all; the piece), or None."""
-    if not raw:
-        return None
-    r = _Reader(parse_json(raw, path, offset), "SPAN meta", path, offset)
-    if r.data.get("text") is None:
-        return None
-    after = None if r.data.get("after") is None else r.integer("after", 0, 2**40)
-    return after, r.text("text")
-
-
 def pack_note(metadata: Mapping[str, str]) -> bytes:
     """Return the payload of a NOTE record. Raise `InputError` for anything but text."""
     entries: Mapping[Any, Any] = metadata  # what callers hand over is not always what the types say
@@ -370,7 +291,7 @@ def pack_note(metadata: Mapping[str, str]) -> bytes:
 
 def parse_note(raw: bytes, path: str | None, offset: int) -> dict[str, str]:
     """Parse the payload of a NOTE record: the user's metadata."""
-    r = _Reader(parse_json(raw, path, offset), "NOTE", path, offset)
+    r = Members(parse_json(raw, path, offset), "NOTE", path, offset)
     metadata = r.data.get("metadata")
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         r.refuse("metadata", "an object of text", metadata)

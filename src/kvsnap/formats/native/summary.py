@@ -8,7 +8,9 @@ from typing import Any
 
 from kvsnap import codecs
 from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.said import Said
 from kvsnap.formats.native.tables import Part
+from kvsnap.formats.native.told import piece_of
 from kvsnap.identity import Identity
 from kvsnap.layout import Run, SamplerState, Shard, cut_runs, join_runs
 from kvsnap.records import Kind
@@ -43,11 +45,11 @@ class LayerSummary:
 class Summary:
     """What `inspect` tells of a file. No tensor byte is read.
 
-    `n_prompt + n_generated = n_tokens`; `n_pending` of them are not evaluated. `tensor_bytes` is the decoded size of
-    the live tensors, `file_bytes` the length of the file. `stored` is by codec name; `exact` means every live part
-    holds the bits that the engine held. `dropped` counts bytes behind the last published commit. `encryption` is the
-    cipher of an encrypted file, `key_label` what it says of its key; both are empty for others. `shard` tells which
-    part it is of a whole.
+    `n_prompt + n_generated = n_tokens`; `n_pending` of them are not evaluated. `n_messages` counts the messages of the
+    chat, None where they are not known. `tensor_bytes` is the decoded size of the live tensors, `file_bytes` the length
+    of the file. `stored` is by codec name; `exact` means every live part holds the bits that the engine held. `dropped`
+    counts bytes behind the last published commit. `encryption` is the cipher of an encrypted file, `key_label` what it
+    says of its key; both are empty for others. `shard` tells which part it is of a whole.
     """
 
     path: str | None
@@ -74,6 +76,7 @@ class Summary:
     n_spans: int
     has_logits: bool
     has_text: bool
+    n_messages: int | None
     sampler: SamplerState | None
     file_bytes: int
     tensor_bytes: int
@@ -145,11 +148,11 @@ def summary_of(file: NativeFile) -> Summary:
     commit, header = file.commit, file.header
     runs: tuple[Run, ...] = ()
     parts: list[Part] = []
-    has_text = bool(file.live)
+    said = Said()
     for span in file.spans():
         runs = join_runs(runs, cut_runs(span.table.runs, span.entry.n_tokens))
         parts += span.table.parts
-        has_text = has_text and bool(span.table.meta) and span.entry.n_tokens == len(span.table.tokens)
+        said = said.add(piece_of(span))
     replaced, sampler = file.state()
     place, state = file.state_place()
     if state:
@@ -167,7 +170,8 @@ def summary_of(file: NativeFile) -> Summary:
         num_query_heads=first.num_query_heads if first else 0, head_dim=first.head_dim if first else 0,
         dtype=first.dtype if first else "", n_tokens=commit.n_tokens, n_prompt=commit.n_tokens - generated,
         n_generated=generated, n_pending=commit.n_pending, n_rows=commit.n_rows, token_offset=commit.token_offset,
-        n_spans=len(file.live), has_logits=any(t.role == "logits" for t in replaced.values()), has_text=has_text,
+        n_spans=len(file.live), has_logits=any(t.role == "logits" for t in replaced.values()),
+        has_text=bool(file.live) and said.text is not None, n_messages=len(said.messages) if said.known else None,
         sampler=sampler, file_bytes=file.reader.size, tensor_bytes=sum(p.decoded for p in parts), stored=stored,
         exact=bound == 0, bound=bound, layers=layers, identity=file.identity, metadata=file.metadata,
         encryption="" if file.vault is None else file.vault.info.cipher,

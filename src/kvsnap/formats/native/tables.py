@@ -38,6 +38,7 @@ ENTRY_SIZE = 64
 RUN_KINDS = ("prompt", "generated")
 MAX_COUNT = 2**31 - 1
 MAX_POSITION = 2**62
+MAX_JSON = 64 << 20
 
 
 class Operation:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -15,7 +14,9 @@ from kvsnap import codecs
 from kvsnap.errors import CompatibilityError, DamagedError, FormatError, InputError
 from kvsnap.formats.native import schema
 from kvsnap.formats.native.journal import Published
+from kvsnap.formats.native.live import cut_live
 from kvsnap.formats.native.read import NativeFile
+from kvsnap.formats.native.said import Piece
 from kvsnap.formats.native.tables import (
     Commit,
     Entry,
@@ -40,7 +41,6 @@ __all__ = [
     "codes_before",
     "merged_geometry",
     "merged_identity",
-    "new_text",
     "requantised",
     "walk",
     "write_turn",
@@ -68,7 +68,7 @@ def write_turn(
     now: Published,
     writer: RecordWriter,
     snapshot: Snapshot,
-    text: tuple[int | None, str] | None,
+    piece: Piece,
     geometry: schema.Geometry,
     identified: Identity,
     codec: str,
@@ -81,7 +81,7 @@ def write_turn(
         identity = writer.plain(Kind.IDENTITY, canonical_json(identified.to_dict()))
     if geometry != now.geometry or not (layout or now.base):
         layout = writer.plain(Kind.LAYOUT, schema.pack_layout(geometry))
-    table = span_table(snapshot, row_start=start, token_start=tokens, text=text)
+    table = span_table(snapshot, row_start=start, token_start=tokens, piece=piece)
     rows = [
         t.rows(max(t.start, start // t.spec.tokens_per_row), t.start + t.n_rows)
         for t in snapshot.tensors()
@@ -104,8 +104,8 @@ def write_turn(
     return commit, entry, [*parts, *state_parts]
 
 
-def check_continues(now: Published, snapshot: Snapshot, tokens: Callable[[], tuple[int, ...]], path: str) -> None:
-    """Refuse a snapshot that does not go on from the published history. `tokens` reads the saved ids."""
+def check_continues(now: Published, snapshot: Snapshot, tokens: tuple[int, ...], path: str) -> None:
+    """Refuse a snapshot that does not go on from the published history, which has these ids."""
     commit = now.commit
     if snapshot.row_start > commit.n_rows:
         raise InputError(
@@ -125,12 +125,12 @@ def check_continues(now: Published, snapshot: Snapshot, tokens: Callable[[], tup
             "the snapshot and the session count evaluated positions differently", path=path,
             expected=f"{unstored} positions without stored ids", found=found,
         )  # fmt: skip
-    if commit.n_tokens and snapshot.tokens[: commit.n_tokens] != tokens():
-        pairs = zip(tokens(), snapshot.tokens, strict=False)
+    if commit.n_tokens and snapshot.tokens[: commit.n_tokens] != tokens:
+        pairs = zip(tokens, snapshot.tokens, strict=False)
         first = next(i for i, (a, b) in enumerate(pairs) if a != b)
         raise InputError(
             f"the snapshot does not continue the session: token {first} differs", path=path,
-            expected=tokens()[first], found=snapshot.tokens[first],
+            expected=tokens[first], found=snapshot.tokens[first],
         )  # fmt: skip
     report = compare(now.identity, snapshot.identity)
     differing = [f for f in report.fields if f.verdict == "differ" and f.level == "fatal"]
@@ -222,8 +222,10 @@ def merged_identity(now: Published, snapshot: Snapshot) -> Identity:
     )
 
 
-def codes_before(now: Published, snapshot: Snapshot, opened: Callable[[], NativeFile]) -> dict[int, int]:
-    """Return the checksum of the codes of each quantised tensor at the end of the history, by tensor id.
+def codes_before(
+    now: Published, snapshot: Snapshot, opened: Callable[[], NativeFile], after: int | None = None
+) -> dict[int, int]:
+    """Return the checksum of the codes of each quantised tensor behind `after` tokens (None: all), by tensor id.
 
     Empty where nothing is quantised, or where that STATE cannot be read: then nothing is said of it.
     """
@@ -231,7 +233,7 @@ def codes_before(now: Published, snapshot: Snapshot, opened: Callable[[], Native
         return {}
     specs = {spec.id: spec for spec in now.geometry.tensors}
     with closing(opened()) as file, suppress(DamagedError, FormatError):
-        place, offset = file.state_place()
+        place, offset = file.state_place() if after is None else cut_live(file, after).state_place
         parts = place.table_at(offset, Kind.STATE)[0].parts if offset else ()
         return {p.tensor: p.checksum for p in parts if p.decoded and p.tensor in specs and _remade(specs[p.tensor])}
     return {}
@@ -260,14 +262,3 @@ def walk(commit: Commit, offset: int, header: FileHeader, reader: ReadAt) -> Ite
         if commit_digest(record.pack(header.salt, offset), payload) != commit.previous_digest:
             raise DamagedError("broken history: this COMMIT is not the one meant", path=reader.path, offset=offset)
         commit = parse_commit(payload, reader.path, offset + RECORD_SIZE)
-
-
-def new_text(before: str | None, text: str) -> tuple[int | None, str]:
-    """Return what is new of a text, and how many characters of the one before it follows (None: all)."""
-    if before is None:
-        return 0, text
-    if text.startswith(before):
-        return None, text[len(before) :]
-    # The last character may have been half of one before: its missing bytes change it.
-    kept = len(os.path.commonprefix([before, text]))  # noqa: RUF071 # characters are meant
-    return kept, text[kept:]

@@ -17,6 +17,7 @@ from kvsnap import codecs
 from kvsnap.errors import InputError
 from kvsnap.formats.foreign import foreign_losses
 from kvsnap.formats.native import schema
+from kvsnap.formats.native.said import Added, Piece, pack_messages, pack_said
 from kvsnap.formats.native.sealed import BodyWriter, Lock, Seal, new_seal, seal_table
 from kvsnap.formats.native.tables import (
     MAX_COUNT,
@@ -282,7 +283,7 @@ class RecordWriter:
         return footer
 
 
-def span_table(snapshot: Snapshot, *, row_start: int, token_start: int, text: tuple[int | None, str] | None) -> Table:
+def span_table(snapshot: Snapshot, *, row_start: int, token_start: int, piece: Piece) -> Table:
     """Return the table of a SPAN that holds what the snapshot has from this row and this token on."""
     return Table(
         row_start=row_start,
@@ -291,8 +292,13 @@ def span_table(snapshot: Snapshot, *, row_start: int, token_start: int, text: tu
         tokens=np.asarray(snapshot.tokens[token_start:], dtype=np.int32),
         runs=_later(snapshot.runs, token_start),
         positions=_later_positions(snapshot, row_start),
-        meta=schema.pack_text(text),
+        meta=pack_said(piece),
     )
+
+
+def _all_said(snapshot: Snapshot) -> Piece:
+    messages = None if snapshot.messages is None else Added(pack_messages(snapshot.messages))
+    return Piece(None if snapshot.text is None else (None, snapshot.text), messages)
 
 
 def _later(runs: Sequence[Any], skip: int) -> tuple[Any, ...]:
@@ -389,9 +395,7 @@ def write_snapshot(
     identity = writer.plain(Kind.IDENTITY, canonical_json(snapshot.identity.to_dict()))
     layout = writer.plain(Kind.LAYOUT, schema.pack_layout(schema.geometry_of(snapshot)))
     rows = [t for t in snapshot.tensors() if t.spec.growth != "replaced"]
-    table = span_table(
-        snapshot, row_start=0, token_start=0, text=None if snapshot.text is None else (None, snapshot.text)
-    )
+    table = span_table(snapshot, row_start=0, token_start=0, piece=_all_said(snapshot))
     span, check, parts = writer.parts(Kind.SPAN, table, rows, chosen, progress)
     state_table = Table(row_start=snapshot.n_rows, meta=schema.pack_state(snapshot))
     state, _, state_parts = writer.parts(Kind.STATE, state_table, state_tensors(snapshot), "exact")

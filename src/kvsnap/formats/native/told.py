@@ -1,0 +1,51 @@
+"""The ids, the text and the messages of a history, read from the tables of its spans alone. Spec sections 7 and 9."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kvsnap.formats.native.read import NativeFile, Span, spans_of
+from kvsnap.formats.native.said import Piece, Said, pack_messages, parse_said
+from kvsnap.formats.native.tables import Entry
+from kvsnap.layout import Snapshot
+
+__all__ = ["Told", "piece_of", "told_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a history tells. `ends` has a pair for each entry behind which the messages are known: tokens, messages."""
+
+    tokens: tuple[int, ...] = ()
+    said: Said = field(default_factory=Said)
+    ends: tuple[tuple[int, int], ...] = ()
+
+    def with_turn(self, snapshot: Snapshot) -> Told:
+        """Return what the history tells once a snapshot was appended. Raise `InputError` for what is no message."""
+        said = replace(self.said, text=snapshot.text)
+        if snapshot.messages is not None:
+            said = Said(snapshot.text, pack_messages(snapshot.messages), whole=True, told=True)
+        end = ((len(snapshot.tokens), len(said.messages)),) if said.known else ()
+        return Told(snapshot.tokens, said, self.ends + end)
+
+
+def piece_of(span: Span) -> Piece:
+    """Return what an entry of a live list says, of which fewer tokens than those of its span may be kept."""
+    piece = parse_said(span.table.meta, span.file.path, span.payload)
+    return piece if span.entry.n_tokens == len(span.table.tokens) else piece.cut()
+
+
+def told_of(live: Iterable[tuple[NativeFile, Entry]]) -> Told:
+    """Return what a live list, or its beginning, tells. Raise `FormatError` or `DamagedError` as `spans_of`."""
+    ids, said, ends, n_tokens = [], Said(), [], 0
+    for span in spans_of(live):
+        ids.append(span.table.tokens[: span.entry.n_tokens])
+        n_tokens += span.entry.n_tokens
+        said = said.add(piece_of(span))
+        if said.known:
+            ends.append((n_tokens, len(said.messages)))
+    every = np.concatenate(ids) if ids else np.zeros(0, np.int32)
+    return Told(tuple(every.tolist()), said, tuple(ends))
