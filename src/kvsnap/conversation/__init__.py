@@ -170,8 +170,8 @@ class Conversation:
         before = self.messages or ()
         if self.messages is None and self.preface < self.n_tokens:
             raise InputError(
-                "it is not known which messages this session holds, since it was cut inside of a turn: give all messages, "
-                "or go back to the end of a turn (session.truncate, session.rewind)"
+                "it is not known which messages this session holds, since it was cut inside of a turn: give all "
+                "messages, or go back to the end of a turn (session.truncate, session.rewind)"
             )
         if not text:
             raise InputError("the message is empty; go_on() generates the answer to the last one")
@@ -214,7 +214,11 @@ class Conversation:
         if turns:
             keep = starts[-turns]
             n_tokens, n_messages = max((e for e in self._holding.ends if e[1] <= keep), default=(0, 0))
-            self._holding.go_back(n_tokens, n_messages)
+            inside = self._speaking.end_of(messages[:keep]) if messages and n_messages < keep else 0
+            if inside > n_tokens:  # that turn is a part of a longer one, since its history was edited
+                self._holding.go_back_inside(inside, messages[:keep] if messages else ())
+            else:
+                self._holding.go_back(n_tokens, n_messages)
         return self.n_tokens
 
     def reset(self) -> None:

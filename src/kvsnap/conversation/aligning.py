@@ -19,6 +19,8 @@ _AROUND = 12
 """Tokens before and behind the first that differs that are shown as text."""
 _CONTEXT = 16
 """Tokens decoded before one whose text is wanted: enough for a character spread over several, and a leading space."""
+_NEAR = 200
+"""Characters behind the first token that differs in which a thought has to open to be the cause."""
 _BROKEN = "\ufffd"
 _TRIES = 8
 _THOUGHT = re.compile(
@@ -174,13 +176,12 @@ def _likely(
 
 
 def _thought(rest: str, following: str) -> bool:
-    """Tell whether the saved text opens a thought earlier than what is given does, or is inside of one."""
-    saved = _THOUGHT.search(rest)
-    given = _THOUGHT.search(following)
-    if saved is not None and saved.start() < 200:
-        return given is None or given.start() > saved.start()
-    closes = _THOUGHT_ENDS.search(rest[:20_000])
-    return closes is not None and closes.group() not in following[: closes.end()]
+    """Tell whether the saved text opens a thought, or is in one, and what is given has none there, or an empty one."""
+    opens, given = _THOUGHT.search(rest), _THOUGHT.search(following)
+    closes, others = _THOUGHT_ENDS.search(rest), _THOUGHT_ENDS.search(following)
+    if closes is not None and (opens is None or closes.start() < opens.start()):
+        return others is None or not following[: others.start()].strip()
+    return opens is not None and opens.start() < _NEAR and (given is None or given.start() > opens.start())
 
 
 def limited(why: Why | None, asked: int, reach: Reach | None, n_tokens: int) -> Why | None:

@@ -238,6 +238,12 @@ class Holding:
         self.messages, self.complete = messages, True
         self.keep()
 
+    def go_back_inside(self, n_tokens: int, messages: Sequence[Message]) -> None:
+        """Go back to a place inside of a turn, as near as it can be reached, where these are the messages."""
+        self.changing()
+        self.cut(n_tokens, following=True)
+        self.store(messages, complete=True, stop="end")
+
     def reset(self) -> None:
         """Forget everything; in the session that is a commit, which can be undone."""
         if self.session is not None:

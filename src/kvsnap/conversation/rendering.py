@@ -44,10 +44,10 @@ def starts_of(messages: Sequence[Message]) -> list[int]:
 
 
 def rendered(
-    engine: Engine, messages: Sequence[Message], options: Mapping[str, Any], *, behind: bool
+    engine: Engine, messages: Sequence[Message], options: Mapping[str, Any], *, behind: bool, answer: bool = True
 ) -> tuple[int, ...]:
-    """Return the ids of all messages, ready for an answer; `behind` other ids without those that start a text."""
-    ids = engine.render(messages, **options)
+    """Return the ids of all messages, ready for an `answer`; `behind` other ids without those that start a text."""
+    ids = engine.render(messages, answer=answer, **options)
     if not behind:
         return ids
     first = engine.tokenize("")

@@ -115,6 +115,12 @@ class Speaking:
         found = align(saved[preface:], ids, engine.detokenize)
         return Aligned((*saved[:preface], *found.ids), preface + found.kept, found.seams)
 
+    def end_of(self, messages: tuple[Message, ...]) -> int:
+        """Return how many of the live ids say these messages, which begin the conversation."""
+        engine, preface = self._holding.engine, self._holding.preface
+        ids = rendered(engine, messages, self._template, behind=preface > 0, answer=False)
+        return preface + align(engine.tokens[preface:], ids, engine.detokenize).kept
+
     def _kept_history(self, messages: tuple[Message, ...], saved: tuple[int, ...]) -> Aligned | None:
         """Return the whole history with what follows its last answer; None where messages of it changed."""
         before = self._holding.messages
