@@ -80,7 +80,7 @@ def take(conversation: Conversation, begin: Callable[[], Stream], show: Callable
     """Begin a turn, hand its text to `show` as it comes, and return what came of it.
 
     Ctrl-C while the prompt is evaluated raises `KeyboardInterrupt`, and nothing was said then; later it ends the
-    answer, which is cut off. Raise what `Conversation.stream` raises, but for storing: the answer is there all the same.
+    answer, which is cut off. Raise what `Conversation.stream` raises, but for storing: the answer is there even so.
     """
     with _stopping() as stopping:
         with waiting("reading"):
@@ -114,6 +114,8 @@ def remarks(answer: Answer) -> list[str]:
     turn, told = answer.turn, []
     if turn.why is not None and turn.recomputed > 1:
         told.append(f"{count(turn.recomputed, 'token')} evaluated again: {turn.why.detail} (:why)")
+    if turn.complete and not turn.text.strip():
+        told.append("the model ended its answer at once")
     if answer.error is None:
         told.append(cut_off(turn))
     else:
@@ -126,8 +128,8 @@ def figures(turn: Turn) -> list[str]:
     rest = turn.total_s - turn.first_token_s
     more = len(turn.tokens) - 1
     return [
-        f"reused {turn.reused:,}, recomputed {turn.recomputed:,}, new {turn.new:,}",
-        f"written {size(turn.written)}",
+        f"reused {turn.reused:,}, recomputed {turn.recomputed:,}",
+        f"wrote {size(turn.written)}",
         *([f"first token {seconds(turn.first_token_s)}"] if turn.tokens else []),
-        *([f"{more / rest:.1f} tokens/s"] if more > 0 and rest > 0 else []),
+        *([f"{more / rest:.1f}/s"] if more > 0 and rest > 0 else []),
     ]

@@ -70,7 +70,7 @@ def run_command(room: Room, word: str, argument: str) -> Reply:
     word = _SHORT.get(word, word)
     command = COMMANDS.get(word)
     if command is None:
-        near = [n for n in COMMANDS if n.startswith(word)] or difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+        near = [n for n in COMMANDS if n.startswith(word)] or difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.7)
         meant = f"did you mean :{near[0]}? " if near else ""
         raise InputError(
             f"there is no command :{word}; {meant}:help lists all. A message that starts so is typed ::{word}"
@@ -120,6 +120,8 @@ def _reset(room: Room, _: str) -> Reply:
 
 def _now(room: Room) -> str:
     turns = sum(m["role"] == "user" for m in room.messages)
+    if not room.conversation.n_tokens:
+        return "nothing is left"
     return f"{count(turns, 'message')} of yours and {count(room.conversation.n_tokens, 'token')} are left"
 
 
@@ -267,8 +269,8 @@ def _exact(room: Room) -> str:
 
 
 def _history(room: Room, _: str) -> Reply:
-    if room.conversation.messages is None:
-        return Reply(("it is not known which messages this session holds: it was cut inside of a turn",))
+    if half_done(room) and not room.messages:
+        return Reply((half_done(room),))
     asked = [place for place, m in enumerate(room.messages) if m["role"] == "user"]
     lines = []
     for place, message in enumerate(room.messages):
@@ -283,7 +285,10 @@ def _why(room: Room, _: str) -> Reply:
     turn = room.conversation.last
     if turn is None:
         return Reply(("no turn was taken since the chat was opened",))
-    lines = [", ".join(figures(turn))]
+    lines = [
+        f"{count(turn.prompt_tokens, 'token')} before the answer, {turn.new:,} of them new",
+        ", ".join(figures(turn)),
+    ]
     lines.append("nothing was evaluated again" if turn.why is None else str(turn.why))
     return Reply((*lines, *turn.notes))
 
@@ -336,11 +341,7 @@ def opening(room: Room) -> list[str]:
         told = [f"{head}: a new conversation"]
     else:
         of = "" if limit is None else f" of {limit:,}"
-        how = (
-            ""
-            if back is None
-            else f", restored in {seconds(back.install_s)} (weights hashed in {seconds(back.identity_s)})"
-        )
+        how = "" if back is None else f", restored in {seconds(back.install_s + back.identity_s)}"
         again = f", {back.recomputed:,} evaluated again" if back is not None and back.recomputed else ""
         told = [f"{head}: {conversation.n_tokens:,}{of} tokens are warm{how}{again}"]
         if back is not None and not back.exact:
@@ -359,7 +360,7 @@ def last_exchange(room: Room) -> tuple[Message, ...]:
 def half_done(room: Room) -> str:
     """Return a sentence for what is half done in a conversation; an empty text where nothing is."""
     conversation = room.conversation
-    if conversation.messages is None:
+    if conversation.messages is None and conversation.preface < conversation.n_tokens:
         return "it is not known which messages this session holds: it was cut inside of a turn; :reset starts anew"
     if conversation.complete or not room.messages:
         return ""

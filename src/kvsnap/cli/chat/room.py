@@ -14,7 +14,7 @@ from kvsnap.cli._names import Named, check_place_of_session, library_path, opene
 from kvsnap.cli._output import progress
 from kvsnap.cli._paths import check_new, check_target
 from kvsnap.conversation import Conversation, Message, Stream
-from kvsnap.errors import BusyError, CompatibilityError, InputError
+from kvsnap.errors import BusyError, InputError
 from kvsnap.layout import Snapshot
 from kvsnap.library import Library
 from kvsnap.protocols import Engine
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Options", "Room", "exists", "file_of"]
+
+_FRESH = "kvsnap chat --fresh starts the session anew for this model, and what is there stays in its log"
 
 
 @dataclass(slots=True)
@@ -128,7 +130,7 @@ class Room:
             snapshot = None if session is None else session.load()
             if session is not None:
                 session.check_open_to_turns()
-            chosen = opened.enter_context(refusing(choose_model(self.options.model, _metadata(snapshot))))
+            chosen = opened.enter_context(refusing(choose_model(self.options.model, _metadata(snapshot)), _FRESH))
             engine = self._engine_for(chosen, snapshot)
             _check_speaks(engine, file, chosen)
             if session is None:
@@ -150,17 +152,12 @@ class Room:
 
     def _conversation_of(self, engine: Engine, session: Session, chosen: ChosenModel) -> Conversation:
         options = self.options
-        try:
-            with progress("restoring") as report:
-                return Conversation(
-                    engine, session, on_mismatch="fresh" if options.fresh else "raise", accept=options.accept,
-                    system=options.system, drift="keep" if options.keep_history else "recompute", every=options.every,
-                    codec=options.codec, metadata={"model": chosen.recorded}, progress=report,
-                )  # fmt: skip
-        except CompatibilityError as error:
-            hint = "with --fresh the session is started anew for this model, and what is there stays in its log"
-            error.message = f"{error.message}; {hint}"
-            raise
+        with progress("restoring") as report:
+            return Conversation(
+                engine, session, on_mismatch="fresh" if options.fresh else "raise", accept=options.accept,
+                system=options.system, drift="keep" if options.keep_history else "recompute", every=options.every,
+                codec=options.codec, metadata={"model": chosen.recorded}, progress=report,
+            )  # fmt: skip
 
     def _take_options(self) -> None:
         self.notes = list(self.conversation.notes)

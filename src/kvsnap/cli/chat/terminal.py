@@ -13,6 +13,7 @@ from typing import Any
 
 import platformdirs
 
+from kvsnap.cli._model import error_text
 from kvsnap.cli._output import remark, show
 from kvsnap.cli.chat import answering
 from kvsnap.cli.chat.commands import (
@@ -86,7 +87,7 @@ class Terminal:
                         ":rewind N goes back by N turns, :reset starts anew; :fork NAME keeps this as it is first"
                     )
                 except KvsnapError as error:
-                    self._warn(str(error))
+                    self._warn(error_text(error))
 
     def toolbar(self) -> str:
         """Return the line at the bottom, as much of it as fits."""
@@ -101,7 +102,7 @@ class Terminal:
         parts += [] if turn is None else answering.figures(turn)
         width, line = shutil.get_terminal_size().columns, ""
         for part in parts:
-            longer = f"{line} \u2502 {part}" if line else f" {part}"
+            longer = f"{line} \u00b7 {part}" if line else f" {part}"
             if get_cwidth(clean(longer)) > width:
                 break
             line = longer
