@@ -1,7 +1,7 @@
-"""A tokenizer with a chat template, for tests of conversations: bytes, and pairs of bytes that a text is written in.
+"""A tokenizer with a chat template, for tests of conversations: letters, and pairs of letters.
 
 A model with random weights writes the same text in other tokens than the tokenizer would, which is what happens at the
-seam of an answer. Ids 2 and 3 start and end a message, 1 starts a text.
+seam of an answer. Ids 2 and 3 start and end a message, 1 starts a text. Every id has a text that says it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jinja2
+import torch
 
-__all__ = ["BEGIN", "END", "PLAIN", "START", "THINKING", "ChatTokenizer"]
+import kvsnap
+from family_models import build
+from tiny_models import tiny_llama
+
+__all__ = ["BEGIN", "END", "PLAIN", "START", "THINKING", "ChatTokenizer", "chat_engine"]
 
 BEGIN, START, END = 1, 2, 3
 PLAIN = (
@@ -24,11 +29,12 @@ THINKING = (
     "{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}{{ '\x03' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\x02assistant:' }}{% endif %}"
 )
+LETTERS = "".join(chr(i) if i < 127 else chr(0x4E00 + i) for i in range(256))
 PAIRS = ("th", "he", "in", "er", "an", "re", "on", "at", "en", "nd", "ti", "es", "or", "te", "of", "ed")
 
 
 class ChatTokenizer:
-    """256 bytes, and 16 pairs of letters from id 256 on, taken from the left. The template is rendered by jinja2."""
+    """256 letters, and 16 pairs from id 256 on, taken from the left. The template is rendered by jinja2."""
 
     vocab_size = 256 + len(PAIRS)
     eos_token_id: int | None = END
@@ -42,10 +48,9 @@ class ChatTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         ids, place = [BEGIN] if add_special_tokens else [], 0
-        raw = text.encode()
-        while place < len(raw):
-            pair = raw[place : place + 2].decode("latin-1")
-            ids.append(256 + PAIRS.index(pair) if pair in PAIRS else raw[place])
+        while place < len(text):
+            pair = text[place : place + 2]
+            ids.append(256 + PAIRS.index(pair) if pair in PAIRS else LETTERS.index(text[place]))
             place += 2 if pair in PAIRS else 1
         return ids
 
@@ -53,10 +58,10 @@ class ChatTokenizer:
         listed = [ids] if isinstance(ids, int) else list(ids)
         if skip_special_tokens:
             listed = [i for i in listed if i not in (BEGIN, START, END)]
-        return b"".join(bytes([i]) if i < 256 else PAIRS[i - 256].encode() for i in listed).decode("utf-8", "replace")
+        return "".join(LETTERS[i] if i < 256 else PAIRS[i - 256] for i in listed)
 
     def get_vocab(self) -> dict[str, int]:
-        return {**{f"<{i:02x}>": i for i in range(256)}, **{pair: 256 + i for i, pair in enumerate(PAIRS)}}
+        return {**{LETTERS[i]: i for i in range(256)}, **{pair: 256 + i for i, pair in enumerate(PAIRS)}}
 
     def apply_chat_template(
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool, tokenize: bool = True, **options: Any
@@ -73,3 +78,12 @@ class ChatTokenizer:
 
 def _refused(text: str) -> None:
     raise jinja2.TemplateError(text)
+
+
+def chat_engine(kind: str = "llama", template: str | None = PLAIN, **changes: Any) -> Any:
+    """An engine with a tiny model of a kind that writes no token that starts or ends a message, and this tokenizer."""
+    changes.setdefault("vocab_size", ChatTokenizer.vocab_size)
+    model = tiny_llama(**changes) if kind == "llama" else build(kind, **changes)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[: END + 1] = 0.0
+    return kvsnap.connect(model, ChatTokenizer(template))

@@ -27,8 +27,7 @@ from kvsnap.session import Session
 
 pytest.importorskip("torch")
 
-from chat_models import END, PLAIN, THINKING, ChatTokenizer
-from family_models import build
+from chat_models import END, PLAIN, THINKING, chat_engine
 from tiny_models import tiny_llama
 
 pytestmark = pytest.mark.engine
@@ -36,15 +35,9 @@ pytestmark = pytest.mark.engine
 WARM = Sampler(temperature=0.9, top_k=40, seed=11)
 
 
-def engine_of(kind: str = "llama", template: str | None = PLAIN, **changes: Any) -> Any:
-    vocab = {"vocab_size": ChatTokenizer.vocab_size}
-    model = tiny_llama(**vocab, **changes) if kind == "llama" else build(kind, **vocab, **changes)
-    return kvsnap.connect(model, ChatTokenizer(template))
-
-
 @pytest.fixture
 def engine() -> Any:
-    return engine_of()
+    return chat_engine()
 
 
 @pytest.fixture
@@ -90,12 +83,12 @@ def test_a_turn_evaluates_what_is_new_only(engine: Any) -> None:
 
 @pytest.mark.parametrize("settings", [Sampler(), WARM])
 def test_a_conversation_taken_up_again_goes_on_bit_for_bit(tmp_path: Path, settings: Sampler) -> None:
-    whole = Conversation(engine_of(), sampler=settings)
+    whole = Conversation(chat_engine(), sampler=settings)
     said = ["hello there", "the other one", "and on"]
     turns = [whole.say(text, max_tokens=9) for text in said]
     path = tmp_path / "chat.kvsnap"
     for number, text in enumerate(said):
-        engine = engine_of()
+        engine = chat_engine()
         with Session.open(path) as session:
             conversation = Conversation(engine, session, sampler=settings if not number else None)
             turn = conversation.say(text, max_tokens=9)
@@ -112,26 +105,23 @@ def test_a_conversation_taken_up_again_goes_on_bit_for_bit(tmp_path: Path, setti
 
 def test_without_the_random_numbers_it_goes_on_otherwise(tmp_path: Path) -> None:
     """The negative control: the same as above with the random state left out."""
-    whole = Conversation(engine_of(), sampler=WARM)
+    whole = Conversation(chat_engine(), sampler=WARM)
     whole.say("hello there", max_tokens=9)
     with Session.open(tmp_path / "chat.kvsnap") as session:
-        Conversation(engine_of(), session, sampler=WARM).say("hello there", max_tokens=9)
-        again = Conversation(engine_of(), session)
+        Conversation(chat_engine(), session, sampler=WARM).say("hello there", max_tokens=9)
+        again = Conversation(chat_engine(), session)
         again.sampler = WARM
         turn = again.say("the other one", max_tokens=9)
     assert turn.tokens != whole.say("the other one", max_tokens=9).tokens
 
 
 def test_an_answer_in_other_tokens_than_the_tokenizer_would_write_stays(engine: Any) -> None:
-    conversation = Conversation(engine, sampler=Sampler(temperature=3.0, seed=5))
+    conversation = Conversation(engine, sampler=Sampler(temperature=2.0, min_p=0.02, seed=5))
     seams = 0
     for number in range(12):
         turn = conversation.say(f"turn {number}", max_tokens=16)
-        assert turn.recomputed == 0 or turn.why is not None
+        assert turn.recomputed == 0
         seams += any("other tokens" in note for note in turn.notes)
-        if turn.recomputed:  # bytes that are no text, which no text can say
-            assert turn.why is not None
-            assert turn.why.cause in ("tokenisation", "template")
     assert seams
 
 
@@ -153,10 +143,11 @@ def test_a_text_in_a_session_comes_first_also_later(engine: Any, tmp_path: Path)
         session.append(kvsnap.capture(engine))
         rows = engine.n_rows
         Conversation(engine, session).say("sum up", max_tokens=4)
-        later = Conversation(engine_of(), session)
+        later = Conversation(chat_engine(), session)
         assert later.preface == rows
+        shared = len(engine.tokenize("\x02user:", special=False))
         assert later.say("more", max_tokens=4).recomputed == 0
-        assert later.say([{"role": "user", "content": "another"}], max_tokens=4).reused == rows + 6
+        assert later.say([{"role": "user", "content": "another"}], max_tokens=4).reused == rows + shared
 
 
 # -- what is evaluated again, and why ----------------------------------------------------------------------------------
@@ -178,7 +169,7 @@ def test_an_edited_history_is_kept_up_to_the_edit(engine: Any, session: Session)
     assert "and the" in turn.why.saved
     assert "and tha" in turn.why.given
     assert recomputed == min(before, turn.prompt_tokens) - reused
-    fresh = engine_of()
+    fresh = chat_engine()
     fresh.prefill(engine.tokens[:reused])
     fresh.prefill(engine.tokens[reused : turn.prompt_tokens])
     assert np.allclose(fresh.capture().head(2, 1).k, engine.capture().head(2, 1).k[: fresh.n_rows], atol=1e-4)
@@ -207,22 +198,22 @@ def test_the_same_question_again_gives_the_same_answer(engine: Any) -> None:
 
 def test_another_template_is_told(tmp_path: Path) -> None:
     with Session.open(tmp_path / "s.kvsnap") as session:
-        Conversation(engine_of(), session).say("hello", max_tokens=5)
-        other = engine_of(template=PLAIN.replace("+ ':' +", "+ '=' +"))
+        Conversation(chat_engine(), session).say("hello", max_tokens=5)
+        other = chat_engine(template=PLAIN.replace("+ ':' +", "+ '=' +"))
         turn = Conversation(other, session).say("more", max_tokens=5)
     assert turn.why is not None
     assert turn.why.cause == "template"
     assert "another one than that of the saved" in turn.why.detail
     assert (turn.why.saved[-8:-4], turn.why.given[-8:-4]) != ("", "")
-    assert turn.reused == 1 + len("\x02user")
+    assert turn.reused == 1 + len(other.tokenize("\x02user", special=False))
 
 
 def test_a_date_in_the_template_is_told() -> None:
     dated = "{{ '\x02system:' + date + '\x03' }}" + PLAIN
-    engine = engine_of(template=dated)
+    engine = chat_engine(template=dated)
     conversation = Conversation(engine, template={"date": "monday"})
     conversation.say("hello", max_tokens=5)
-    later = Conversation(engine_of(template=dated), template={"date": "tuesday"})
+    later = Conversation(chat_engine(template=dated), template={"date": "tuesday"})
     later.engine.install(kvsnap.capture(engine))
     assert conversation.say("more", max_tokens=5).recomputed == 0
     conversation._speaking._template["date"] = "tuesday"
@@ -235,7 +226,7 @@ def test_a_date_in_the_template_is_told() -> None:
 
 def test_thoughts_that_the_template_leaves_out_are_told_and_can_be_kept(tmp_path: Path) -> None:
     def thought(drift: Any, path: str) -> Turn:
-        engine = engine_of(template=THINKING)
+        engine = chat_engine(template=THINKING)
         with Session.open(tmp_path / path) as session:
             Conversation(engine, session).say("hello", max_tokens=4)
             # An answer that a model wrote: what it thought, and what it said.
@@ -248,7 +239,7 @@ def test_thoughts_that_the_template_leaves_out_are_told_and_can_be_kept(tmp_path
             from dataclasses import replace
 
             session.append(replace(kvsnap.capture(engine), messages=tuple(messages)))
-            conversation = Conversation(engine_of(template=THINKING), session, drift=drift)
+            conversation = Conversation(chat_engine(template=THINKING), session, drift=drift)
             assert conversation.preface == 0
             return conversation.say("and", max_tokens=4)
 
@@ -262,7 +253,7 @@ def test_thoughts_that_the_template_leaves_out_are_told_and_can_be_kept(tmp_path
 
 
 def test_keeping_the_history_gives_the_same_as_following_a_template_that_changes_nothing(engine: Any) -> None:
-    a, b = Conversation(engine), Conversation(engine_of(), drift="keep")
+    a, b = Conversation(engine), Conversation(chat_engine(), drift="keep")
     for text in ("hello", "more of it", "and on"):
         assert a.say(text, max_tokens=7).tokens == b.say(text, max_tokens=7).tokens
     assert a.engine.tokens == b.engine.tokens
@@ -277,11 +268,12 @@ KINDS = (
 )  # fmt: skip
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_edit_is_right_whatever_the_layers(kind: str, tmp_path: Path) -> None:
     """What is reported is what was counted; what comes out is what the nearest place that can be reached gives."""
     try:
-        engine = engine_of(kind)
+        engine = chat_engine(kind)
     except (ValueError, KeyError, UnsupportedError):
         pytest.skip(f"this release of transformers does not have {kind}")
     with Session.open(tmp_path / "s.kvsnap") as session:
@@ -300,23 +292,20 @@ def test_an_edit_is_right_whatever_the_layers(kind: str, tmp_path: Path) -> None
         assert reused <= turn.why.token
         if reused < turn.why.token:
             assert "cannot be cut there" in turn.why.detail
-        reference = engine_of(kind)
-        Conversation(reference).say(messages[:1], max_tokens=6)
-        ids = engine.tokens[: turn.prompt_tokens]
-        if reused:
-            # The same passes: the first turn as it was, then the rest in one.
-            reference.reset()
-            reference.warm(ids[:reused])
-            reference.prefill(ids[reused:])
-        else:
-            reference.reset()
-            reference.prefill(ids)
+        # The same passes: the turns that reach as far, cut there, and the rest in one.
+        reference = chat_engine(kind)
+        same = Conversation(reference)
+        for text in ("the first thing to say", "another thing to say"):
+            if reused > reference.n_rows:
+                same.say(text, max_tokens=6)
+        reference.rewind(reused)
+        reference.prefill(engine.tokens[reused : turn.prompt_tokens])
         answer = [reference.step() for _ in range(6)]
         assert [t.id for t in answer] == list(turn.tokens)
-        assert np.allclose([t.logprob for t in answer], turn.logprobs, atol=1e-3)
+        assert tuple(t.logprob for t in answer) == turn.logprobs
         session.fork(tmp_path / "t.kvsnap")
         uninterrupted = conversation.say("on", max_tokens=6)
-    again = engine_of(kind)
+    again = chat_engine(kind)
     with Session.open(tmp_path / "t.kvsnap") as session:
         taken_up = Conversation(again, session)
         assert taken_up.messages == (conversation.messages or ())[:4]
@@ -332,15 +321,15 @@ def test_an_edit_is_right_whatever_the_layers(kind: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("settings", [Sampler(), WARM])
 @pytest.mark.parametrize("cut", [1, 5, 11])
 def test_an_answer_that_was_cut_off_is_gone_on_with_bit_for_bit(tmp_path: Path, settings: Sampler, cut: int) -> None:
-    whole = Conversation(engine_of(), sampler=settings)
+    whole = Conversation(chat_engine(), sampler=settings)
     wanted = whole.say("hello", max_tokens=12)
     with Session.open(tmp_path / "s.kvsnap") as session:
-        first = Conversation(engine_of(), session, sampler=settings).say("hello", max_tokens=cut)
+        first = Conversation(chat_engine(), session, sampler=settings).say("hello", max_tokens=cut)
         assert first.stop == "length"
         assert not first.complete
         assert not session.complete
     with Session.open(tmp_path / "s.kvsnap") as session:
-        again = Conversation(engine_of(), session)
+        again = Conversation(chat_engine(), session)
         assert not again.complete
         turn = again.go_on(max_tokens=12 - cut)
         assert first.tokens + turn.tokens == wanted.tokens
@@ -352,7 +341,7 @@ def test_an_answer_that_was_cut_off_is_gone_on_with_bit_for_bit(tmp_path: Path, 
 
 
 def test_an_answer_that_is_complete_is_not_gone_on_with() -> None:
-    engine = engine_of(eos_token_id=list(range(128)))
+    engine = chat_engine(eos_token_id=list(range(128)))
     conversation = Conversation(engine)
     turn = conversation.say("hello", max_tokens=200)
     assert turn.stop == "end"
@@ -360,7 +349,7 @@ def test_an_answer_that_is_complete_is_not_gone_on_with() -> None:
     with pytest.raises(InputError, match="no answer to go on with"):
         conversation.go_on()
     with pytest.raises(InputError, match="no answer to go on with"):
-        Conversation(engine_of()).go_on()
+        Conversation(chat_engine()).go_on()
 
 
 def test_a_turn_left_early_is_stored_as_cut_off(engine: Any, session: Session) -> None:
@@ -381,7 +370,7 @@ def test_a_turn_left_early_is_stored_as_cut_off(engine: Any, session: Session) -
 
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_ctrl_c_while_it_answers_keeps_what_is_there(session: Session, at: int) -> None:
-    engine = engine_of()
+    engine = chat_engine()
     step, count = engine.step, itertools.count()
 
     def interrupted() -> Any:
@@ -397,16 +386,16 @@ def test_ctrl_c_while_it_answers_keeps_what_is_there(session: Session, at: int) 
     assert turn is not None
     assert (turn.stop, len(turn.tokens)) == ("interrupted", at)
     assert turn.message == (None if not at else {"role": "assistant", "content": turn.text})
-    again = Conversation(engine_of(), session)
+    again = Conversation(chat_engine(), session)
     assert not again.complete
-    whole = Conversation(engine_of()).say("hello", max_tokens=20)
+    whole = Conversation(chat_engine()).say("hello", max_tokens=20)
     assert turn.tokens + again.go_on(max_tokens=20 - at).tokens == whole.tokens
     if not at:
         assert roles(again) == "ua"
 
 
 def test_ctrl_c_while_the_prompt_is_read_changes_nothing(session: Session) -> None:
-    engine = engine_of()
+    engine = chat_engine()
     conversation = Conversation(engine, session)
     conversation.say("hello", max_tokens=5)
     history, messages = session.history, conversation.messages
@@ -421,14 +410,14 @@ def test_ctrl_c_while_the_prompt_is_read_changes_nothing(session: Session) -> No
     engine.prefill = prefill
     assert session.history == history
     turn = conversation.say("more", max_tokens=5)
-    whole = Conversation(engine_of())
+    whole = Conversation(chat_engine())
     whole.say("hello", max_tokens=5)
     assert turn.tokens == whole.say("more", max_tokens=5).tokens
     assert (conversation.messages or ())[:2] == messages
 
 
 def test_a_message_without_an_answer_is_gone_on_with_or_dropped(session: Session) -> None:
-    engine = engine_of()
+    engine = chat_engine()
     step = engine.step
 
     def interrupted() -> Any:
@@ -527,7 +516,7 @@ def test_a_fork_parts_from_the_conversation(engine: Any, tmp_path: Path) -> None
         conversation.fork("b")
         conversation.say("two", max_tokens=5)
         with library.open("b") as other:
-            forked = Conversation(engine_of(), other)
+            forked = Conversation(chat_engine(), other)
             assert roles(forked) == "ua"
             assert forked.say("three", max_tokens=5).recomputed == 0
             assert [m["content"] for m in forked.messages or ()][::2] == ["one", "three"]
@@ -539,7 +528,7 @@ def test_a_fork_parts_from_the_conversation(engine: Any, tmp_path: Path) -> None
 
 
 def test_conversations_take_turns_on_one_engine(engine: Any, tmp_path: Path) -> None:
-    alone = [Conversation(engine_of(), sampler=WARM) for _ in range(2)]
+    alone = [Conversation(chat_engine(), sampler=WARM) for _ in range(2)]
     with Session.open(tmp_path / "a") as a, Session.open(tmp_path / "b") as b:
         both = [Conversation(engine, a, sampler=WARM), Conversation(engine, b, sampler=WARM)]
         for round_ in range(3):
@@ -564,9 +553,9 @@ def test_without_a_session_it_cannot_take_up_again(engine: Any) -> None:
 
 def test_a_session_of_another_model_is_refused_or_left(tmp_path: Path) -> None:
     with Session.open(tmp_path / "s.kvsnap") as session:
-        Conversation(engine_of(), session).say("hello", max_tokens=5)
+        Conversation(chat_engine(), session).say("hello", max_tokens=5)
         history, commit = session.history, session.n_commits
-        other = engine_of(seed=1)
+        other = chat_engine(seed=1)
         with pytest.raises(CompatibilityError, match="weights"):
             Conversation(other, session)
         assert session.history == history
@@ -575,11 +564,11 @@ def test_a_session_of_another_model_is_refused_or_left(tmp_path: Path) -> None:
         assert any("started anew" in note and f"commit {commit}" in note for note in conversation.notes)
         assert conversation.say("hi", max_tokens=5).reused == 0
         session.rewind(commit)
-        assert Conversation(engine_of(), session).say("more", max_tokens=5).recomputed == 0
+        assert Conversation(chat_engine(), session).say("more", max_tokens=5).recomputed == 0
 
 
 def test_a_full_context_names_both_numbers_and_loses_nothing(tmp_path: Path) -> None:
-    engine = engine_of(max_position_embeddings=64)
+    engine = chat_engine(max_position_embeddings=64)
     with Session.open(tmp_path / "s.kvsnap") as session:
         conversation = Conversation(engine, session)
         conversation.say("hello", max_tokens=10)
@@ -604,7 +593,7 @@ def test_a_full_context_names_both_numbers_and_loses_nothing(tmp_path: Path) -> 
 
 
 def test_the_reserve_of_a_draft_stays_free() -> None:
-    engine = engine_of(max_position_embeddings=64)
+    engine = chat_engine(max_position_embeddings=64)
     conversation = Conversation(engine, draft_reserve=8)
     turn = conversation.say("hello")
     assert (turn.stop, len(engine.tokens)) == ("context", 56)
@@ -622,7 +611,7 @@ def test_the_reserve_of_a_draft_stays_free() -> None:
     ],
 )
 def test_a_template_that_is_missing_or_refuses_is_told(template: str | None, said: str, told: str) -> None:
-    engine = engine_of(template=template)
+    engine = chat_engine(template=template)
     conversation = Conversation(engine)
     with pytest.raises(InputError, match=told):
         conversation.say(said)
@@ -657,7 +646,7 @@ def test_a_session_cut_inside_of_a_turn_takes_messages_but_no_further_text(engin
     conversation.say("hello", max_tokens=8)
     messages = conversation.messages or ()
     session.truncate(session.n_tokens - 3)
-    again = Conversation(engine_of(), session)
+    again = Conversation(chat_engine(), session)
     assert again.messages is None
     with pytest.raises(InputError, match="cut inside of a turn"):
         again.say("more")
@@ -723,7 +712,7 @@ def test_a_long_answer_is_published_as_it_goes(engine: Any, session: Session) ->
     assert session.tokens == engine.tokens
     assert session.messages == conversation.messages
     assert conversation.last is not None
-    whole = Conversation(engine_of()).say("hello", max_tokens=11)
+    whole = Conversation(chat_engine()).say("hello", max_tokens=11)
     assert conversation.last.tokens == whole.tokens
     assert conversation.rewind() == 0
 
@@ -741,7 +730,7 @@ def test_a_damaged_session_is_told_and_not_taken_for_a_new_one(engine: Any, tmp_
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
-    fresh = engine_of()
+    fresh = chat_engine()
     with Session.open(path) as session, pytest.raises(DamagedError):
         Conversation(fresh, session, on_mismatch="fresh")
     assert fresh.tokens == ()

@@ -980,3 +980,20 @@ def test_a_window_keeps_every_row_it_was_handed_until_there_is_a_gap(path: Path)
             session.truncate(10)
         session.truncate(9)
         assert session.load().layers[0].tensors[0].start == 0
+
+
+def test_a_reset_that_forgets_the_model_takes_another_one(tmp_path: Path) -> None:
+    other = snapshot((7, 8), heads=3, architecture="gpt2", identity=replace(IDENTITY, architecture="gpt2"))
+    with Session.open(tmp_path / "s.kvsnap") as session:
+        session.append(snapshot((1, 2, 3)))
+        commit, identity = session.n_commits, session.identity
+        session.reset()
+        with pytest.raises(CompatibilityError):
+            session.append(other)
+        session.reset(any_model=True)
+        assert session.identity == Identity()
+        session.append(other)
+        assert session.identity == other.identity
+        session.rewind(commit)
+        assert (session.identity, session.tokens) == (identity, (1, 2, 3))
+    assert verify(tmp_path / "s.kvsnap").ok

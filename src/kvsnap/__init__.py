@@ -31,19 +31,24 @@ if TYPE_CHECKING:
         verify,
         warm_from_tokens,
     )
+    from kvsnap.attention import AttentionSnapshot
+    from kvsnap.conversation import Conversation
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
+    from kvsnap.probing import inspect_attention, probe
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionSnapshot",
     "Compatibility",
     "Continuation",
+    "Conversation",
     "Engine",
     "Head",
     "Identity",
@@ -67,10 +72,12 @@ __all__ = [
     "dumps",
     "generate",
     "inspect",
+    "inspect_attention",
     "join",
     "journal",
     "load",
     "loads",
+    "probe",
     "remove",
     "repair",
     "restore",
@@ -85,7 +92,14 @@ __all__ = [
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
 _HOMES = ("api", "journalling", "errors", "identity", "layout", "protocols", "session")
-_LATER = {"Library": "library"}  # not needed by most programs, so loaded for itself
+_LATER = {
+    "AttentionSnapshot": "attention",
+    "Conversation": "conversation",
+    "Library": "library",
+    "inspect_attention": "probing",
+    "probe": "probing",
+}
+"""Not needed by most programs, so loaded for themselves."""
 
 
 def __getattr__(name: str) -> Any:

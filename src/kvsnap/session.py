@@ -209,12 +209,20 @@ class Session(Counts):
         return n_tokens
 
     @changes
-    def reset(self) -> None:
-        """Go back to an empty history, as a commit of its own. The identity stays."""
-        self._reset()
+    def reset(self, *, any_model: bool = False) -> None:
+        """Go back to an empty history, as a commit of its own. The identity stays, so that no other model goes on.
 
-    def _reset(self) -> None:
-        self._cut_back(NOTHING, None, Operation.RESET)
+        With `any_model` it is forgotten: the next turn may be of any model, and its cache of any shape.
+        """
+        self._reset(any_model=any_model)
+
+    def _reset(self, *, any_model: bool = False) -> None:
+        if any_model:
+            left = cut_back(self._now, NOTHING, None)
+            commit = replace(left.commit, operation=Operation.RESET, complete=True)
+            self._rewrite(commit, left.entries, left.base, Geometry("", (), ()), Identity())
+        else:
+            self._cut_back(NOTHING, None, Operation.RESET)
 
     def _cut_back(self, cut: Cut, file: NativeFile | None, operation: int) -> None:
         left = cut_back(self._now, cut, file)

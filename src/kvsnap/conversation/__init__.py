@@ -213,7 +213,7 @@ class Conversation:
             raise InputError("there are not so many turns to go back by", expected=f"0 to {len(starts)}", found=turns)
         if turns:
             keep = starts[-turns]
-            n_tokens, n_messages = max((e for e in self._holding.ends if e[1] <= keep), default=(0, 0))
+            n_tokens, n_messages = max((e for e in self._holding.ends if e[1] <= keep), default=(self.preface, 0))
             inside = self._speaking.end_of(messages[:keep]) if messages and n_messages < keep else 0
             if inside > n_tokens:  # that turn is a part of a longer one, since its history was edited
                 self._holding.go_back_inside(inside, messages[:keep] if messages else ())

@@ -60,7 +60,6 @@ class Holding:
         self._stop = "end"
         if session is None:
             self.preface = len(engine.tokens)
-            self.ends = ((self.preface, 0),) if self.preface else ()
         else:
             self.take_up()
         self.keep()
@@ -106,15 +105,16 @@ class Holding:
                 if self._on_mismatch == "raise":
                     raise
                 commit = session.n_commits
-                session.reset()
+                session.reset(any_model=True)
                 self.notes = (*self.notes, f"started anew: {error.message} (what was there is commit {commit})")
                 snapshot = session.load()
         if not snapshot.tokens:
             self.engine.reset()
         self.messages = session.messages
         self.ends = session.message_ends
-        raw = not any(number for _, number in self.ends)  # nothing was said: a text that the conversation goes on from
-        self.preface = session.n_tokens if raw else _preface(snapshot.metadata, session.n_tokens)
+        # Where nothing was said, the history is a text that the conversation goes on from.
+        said = session.tells_messages
+        self.preface = _preface(snapshot.metadata, session.n_tokens) if said else session.n_tokens
         self.complete = session.complete
         self.metadata = {**{k: v for k, v in snapshot.metadata.items() if k not in _OURS}, **self.metadata}
         self._agreed = session.n_tokens

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvsnap.engines._tf_live import LiveState, live_of
+from kvsnap.engines._tf_live import live_of
+from kvsnap.engines._tf_observed import Observed
 from kvsnap.engines._tf_rewind import Cut, check_length, cut_line, ends_of
 from kvsnap.engines._tf_state import Line
 from kvsnap.errors import InputError, UnsupportedError
@@ -14,7 +15,7 @@ from kvsnap.reach import Reach
 __all__ = ["Rewindable"]
 
 
-class Rewindable(LiveState):
+class Rewindable(Observed):
     """A live state that can be cut."""
 
     def reach(self, n_tokens: int) -> Reach:

@@ -17,7 +17,7 @@ from kvsnap.engines._tf_parts import Geometry, Part, heads, rows
 from kvsnap.errors import UnsupportedError
 from kvsnap.tensors import Pairing, RopeState
 
-__all__ = ["attentions_of", "geometry_of"]
+__all__ = ["attentions_of", "geometry_of", "shared_by"]
 
 _WINDOWS_ONLY = ("cohere2", "dory", "exaone4", "exaone_moe", "flint", "kolibri1")
 """Families, by the beginning of their names, that rotate the keys of their windows, and of no layer beside those."""
@@ -40,7 +40,7 @@ def geometry_of(module: Any, config: Any, layers: Sequence[Any]) -> tuple[Geomet
     for index in range(count):
         layer = layers[index] if layers else None
         if type(layer).__name__ == "DummyLayer":
-            found.append(Geometry("none", 0, shares=_shared(module, index)))
+            found.append(Geometry("none", 0, shares=shared_by(module, index)))
         elif type(layer).__name__ == "LinearAttentionLayer" or (
             layer is None and index < len(types) and types[index] == "linear_attention"
         ):
@@ -80,7 +80,7 @@ def _plain_attentions(module: Any) -> dict[int, Any]:
     return {int(part.layer_idx): part for part in parts[::-1] if isinstance(getattr(part, "layer_idx", None), int)}
 
 
-def _shared(module: Any, index: int) -> int | None:
+def shared_by(module: Any, index: int) -> int | None:
     """Return the layer whose rows a layer without any of its own uses, where the model tells."""
     for part in module.modules():
         if getattr(part, "layer_idx", None) == index and getattr(part, "is_kv_shared_layer", False):

@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy.typing as npt
+
 from kvsnap.engines._tf_layers import Undo, marks_of, rows_of
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_rewind import Cut
@@ -139,12 +141,18 @@ class LiveState:
         for first, stop in self._split(line, total):
             part = ids[first:stop]
             places = None if positions is None else positions[first : first + len(part)]
-            logits = self._model.evaluate(cache, part, line.n_rows + first, places)
+            logits = self._forward(cache, part, line.n_rows + first, places)
             self.forwards += 1
             self.evaluated += len(part)
             if progress is not None:
                 progress(first + len(part), total)
         return line if logits is None or not total else line.evaluated(logits, positions)
+
+    def _forward(
+        self, cache: Any, ids: Sequence[int], n_rows: int, positions: Sequence[int] | None
+    ) -> npt.NDArray[Any]:
+        """Make one pass over ids behind the `n_rows` of `cache`; return the logits of the last."""
+        return self._model.evaluate(cache, ids, n_rows, positions)
 
     def _split(self, line: Line, total: int) -> list[tuple[int, int]]:
         """Return the first and the last id of each pass that is made of `total` pending ones."""

@@ -82,10 +82,10 @@ class LibrarySession(Session):
             self._committed()
         return left
 
-    def reset(self) -> None:
+    def reset(self, *, any_model: bool = False) -> None:
         """Go back to an empty history as `Session.reset` does."""
         with self._turns:
-            super().reset()
+            super().reset(any_model=any_model)
             self._committed()
 
     def rewind(self, commit: int) -> int:

@@ -80,6 +80,11 @@ class Counts:
         return unpack_messages(said.messages) if said.known else None
 
     @property
+    def tells_messages(self) -> bool:
+        """True when a turn of the history spoke of messages, be they known or not. Reads and raises as `tokens`."""
+        return self._history().said.told
+
+    @property
     def message_ends(self) -> tuple[tuple[int, int], ...]:
         """Where each part of the history ends that a turn left: number of tokens, and of messages, up to there.
 
