@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 
 __all__ = ["CHARACTERS", "END", "TEMPLATE", "save_chat"]
 
-SPECIAL = ("<s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+SPECIAL = ("<s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<unk>")
 END = 4
 CHARACTERS = "".join(
     (*map(chr, range(32, 127)), "\n", *"äöüßéèñçøå", *map(chr, range(0x4E00, 0x4E40)), *"🙂🚀🌍🎉💡", "\u0301")
@@ -42,11 +42,11 @@ def save_chat(
             drawn = torch.randn(model.lm_head.weight.shape[1], generator=torch.Generator().manual_seed(seed))
             model.lm_head.weight[END] = drawn * 0.55
     model.save_pretrained(directory)
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))  # noqa: S106 # no password
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106 # no password
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>", unk_token="?",  # noqa: S106 # no passwords
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>", unk_token="<unk>",  # noqa: S106 # no passwords
         additional_special_tokens=list(SPECIAL[1:4]), clean_up_tokenization_spaces=False, chat_template=template,
     )  # fmt: skip
     fast.save_pretrained(directory)

@@ -103,9 +103,8 @@ class Terminal:
         width, line = shutil.get_terminal_size().columns, ""
         for part in parts:
             longer = f"{line} \u00b7 {part}" if line else f" {part}"
-            if get_cwidth(clean(longer)) > width:
-                break
-            line = longer
+            if get_cwidth(clean(longer)) <= width:
+                line = longer
         return clean(line)
 
     # -- one line typed ------------------------------------------------------------------------------------------------
@@ -214,7 +213,7 @@ def _reader(terminal: Terminal, *, keep_typed: bool) -> Any:
         history=_history(keep_typed=keep_typed),
         bottom_toolbar=terminal.toolbar,
         reserve_space_for_menu=4,
-        style=Style.from_dict(_STYLE),
+        style=Style.from_dict(_STYLE if in_colour() else {"bottom-toolbar": "noreverse"}),
         include_default_pygments_style=False,
     )  # fmt: skip
     return made
