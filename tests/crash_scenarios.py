@@ -103,6 +103,25 @@ def truncate(directory: Path) -> Iterator[Mapping[str, Content]]:
         yield {NAME: replace(other, metadata={"turn": "3"})}
 
 
+MESSAGES = tuple({"role": role, "content": f"message {i}"} for i, role in enumerate(("user", "assistant", "user")))
+
+
+def append_in_place_of_turns(directory: Path) -> Iterator[Mapping[str, Content]]:
+    """The old turns whole or the new one whole: nothing in between, also not the history cut back."""
+    with Session.open(directory / NAME) as session:
+        for number in (1, 2, 3):
+            session.append(turn(number, messages=MESSAGES[:number]))
+        yield {NAME: turn(3, messages=MESSAGES)}
+        other = replace(OTHER, messages=(*MESSAGES[:1], {"role": "assistant", "content": "another"}))
+        session.append(other, after=3)  # where a turn ended
+        yield {NAME: other}
+        inside = replace(snapshot((*TOKENS[:2], 7, 8), start=2, **SHAPE), messages=MESSAGES[:2])
+        session.append(inside, after=2)
+        yield {NAME: replace(snapshot((*TOKENS[:2], 7, 8), **SHAPE), messages=MESSAGES[:2], metadata=other.metadata)}
+        session.append(turn(1), after=0)
+        yield {NAME: turn(1)}
+
+
 def reset(directory: Path) -> Iterator[Mapping[str, Content]]:
     with Session.open(directory / NAME) as session:
         session.append(turn(1))
@@ -254,6 +273,10 @@ def fork_without_a_copy(directory: Path) -> Iterator[Mapping[str, Content]]:
         with Session.open(directory / name) as session:
             session.append(turn(3))
             yield {name: turn(3), fork.name: cut}
+        with Session.open(fork) as session:
+            inside = replace(snapshot((*TOKENS[:1], 7, 8), **SHAPE), metadata=cut.metadata)
+            session.append(inside, after=1)  # inside of what is the parent's
+            yield {name: turn(3), fork.name: inside}
 
 
 def fork_of_a_turn_that_was_not_synced(directory: Path) -> Iterator[Mapping[str, Content] | Mark]:
@@ -344,7 +367,7 @@ def go_on_with_the_session(directory: Path) -> Iterator[Mapping[str, Content]]:
             session.rewind(session.n_commits)  # on purpose
             yield {NAME: found}
         session.append(made)
-        yield {NAME: replace(made, metadata=found.metadata)}
+        yield {NAME: replace(made, metadata=found.metadata, messages=found.messages)}
         assert session.nbytes == path.stat().st_size, "the torn tail is gone"
         report = verify(path)
         assert report.ok
@@ -371,6 +394,7 @@ SCENARIOS: dict[str, tuple[Scenario, Scenario | None]] = {
     "append partial captures": (append_partial_captures, go_on_with_the_session),
     "append recurrent states": (append_recurrent, go_on_with_the_session),
     "truncate": (truncate, go_on_with_the_session),
+    "append in place of turns": (append_in_place_of_turns, go_on_with_the_session),
     "reset": (reset, go_on_with_the_session),
     "rewrite of the index": (rewrite_of_the_index, go_on_with_the_session),
     "failed append, then a good one": (failed_append, go_on_with_the_session),

@@ -372,7 +372,7 @@ class SpecReader:
     def reachable(self) -> list[int]:
         """The numbers of tokens that the history may be cut to (section 11), found by trying each."""
         layout = self.json("layout", LAYOUT)
-        specs = [t for t in (layout["tensors"] if layout else []) if t["role"] != "logits"]
+        specs = [t for t in (layout["tensors"] if layout else []) if t["role"] not in ("logits", "draft")]
         stateful = any(s["growth"] == "replaced" for s in specs)
         unstored = self.commit["n_rows"] + self.commit["n_pending"] - self.commit["n_tokens"]
         found, tokens, rows = {0, self.commit["n_tokens"]}, 0, 0

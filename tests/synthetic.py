@@ -291,12 +291,34 @@ def write_session(path: Path) -> None:
         session.append(snapshot((21, 22, 23, 24, 25, 27), start=session.n_rows, n_prompt=2), complete=False)
 
 
+MESSAGES = (
+    {"role": "user", "content": "zwölf?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"y": 5, "x": 7.0}}]},
+    {"role": "tool", "content": "12"},
+)
+
+
+def write_messages(path: Path) -> None:
+    """Make data/tiny_messages.kvsnap: a cut inside a turn, a turn that makes all known, one in the place of its end."""
+    from kvsnap.session import Session
+
+    with fixed(), Session.open(path) as session:
+        session.append(snapshot((31, 32), messages=MESSAGES[:1]))
+        session.append(snapshot((31, 32, 33, 34), messages=MESSAGES[:2]))
+        session.truncate(3)
+        session.append(snapshot((31, 32, 33, 35, 36), messages=MESSAGES[:2]))
+        session.append(snapshot((31, 32, 33, 35, 37, 38), messages=MESSAGES), after=4)
+
+
 def write_golden() -> None:
     """Make the files in data/. Run once; they are never made again."""
     (DATA / "tiny.kvsnap").write_bytes(tiny_bytes())
     (DATA / "tiny_session.kvsnap").unlink(missing_ok=True)
     write_session(DATA / "tiny_session.kvsnap")
     (DATA / "tiny_session.kvsnap").chmod(0o644)
+    (DATA / "tiny_messages.kvsnap").unlink(missing_ok=True)
+    write_messages(DATA / "tiny_messages.kvsnap")
+    (DATA / "tiny_messages.kvsnap").chmod(0o644)
     (DATA / "tiny_encrypted.kvsnap").write_bytes(tiny_encrypted_bytes())
     (DATA / "tiny.json").write_text(json.dumps(tiny_content(), indent=1, sort_keys=True) + "\n")
 

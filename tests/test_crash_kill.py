@@ -33,7 +33,7 @@ pytestmark = [
 KILLS = {
     "create": 12, "append": 60, "append partial captures": 24, "append recurrent states": 16, "truncate": 40,
     "reset": 30, "rewrite of the index": 24, "failed append, then a good one": 24, "save": 40, "write and remove": 24,
-    "rewind": 20, "copy to a fork": 30, "compact": 40, "fork without a copy": 30,
+    "append in place of turns": 40, "rewind": 20, "copy to a fork": 30, "compact": 40, "fork without a copy": 30,
 }  # fmt: skip
 
 

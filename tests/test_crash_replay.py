@@ -27,6 +27,7 @@ from crash_scenarios import (
     SHAPE,
     TOLD,
     append,
+    append_in_place_of_turns,
     compact,
     create,
     fork_of_a_turn_that_was_not_synced,
@@ -200,6 +201,18 @@ def cut_back_without_sync() -> AbstractContextManager[Any]:
     return mock.patch.object(Journal, "_cut_back", cut_back)
 
 
+def two_commits() -> AbstractContextManager[Any]:
+    """A turn takes the place of others by two commits, one that cuts and one that appends."""
+    real = Session.append
+
+    def append(self: Session, made: Snapshot, *, after: int | None = None, **options: Any) -> Any:
+        if after is not None:
+            self.truncate(after)
+        return real(self, made, **options)
+
+    return mock.patch.object(Session, "append", append)
+
+
 def write_in_place(directory: Path) -> Iterator[Mapping[str, Content]]:
     kvsnap.save(turn(1), directory / NAME)
     yield {NAME: turn(1)}
@@ -221,6 +234,7 @@ CONTROLS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Scenario | 
     "no sync behind a reset": (lambda: without_sync(1), reset, "tokens"),
     "the table of a span behind the commit": (table_behind_the_commit, append, "DamagedError"),
     "no sync behind a cut": (cut_back_without_sync, None, "DamagedError"),
+    "a cut and a turn in two commits": (two_commits, append_in_place_of_turns, "tokens"),
     "no sync of the parent before a fork": (
         lambda: mock.patch("kvsnap.formats.native.fork.sync_file"),
         fork_of_a_turn_that_was_not_synced,

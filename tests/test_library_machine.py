@@ -61,6 +61,21 @@ class Machine(RuleBasedStateMachine):
         self.told[name] = tokens
 
     @precondition(lambda self: self.told)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 2), min_size=1, max_size=5))
+    def append_in_place_of_the_end(self, data: st.DataObject, more: list[int]) -> None:
+        name = data.draw(st.sampled_from(sorted(self.told)))
+        n_tokens = data.draw(st.integers(0, len(self.told[name])))
+        with self.library.open(name) as session:
+            reach = session.reach(n_tokens)
+            tokens = (*self.told[name][: reach.n_tokens], *more)
+            made = snapshot_of_kinds(tokens, self.kinds)
+            if not reach.reached:
+                with pytest.raises(UnsupportedError, match=f"reachable length is {reach.n_tokens},"):
+                    session.append(made, after=n_tokens)
+            session.append(made, after=reach.n_tokens)
+        self.told[name] = tokens
+
+    @precondition(lambda self: self.told)
     @rule(data=st.data(), new=name)
     def fork(self, data: st.DataObject, new: str) -> None:
         old = data.draw(st.sampled_from(sorted(self.told)))

@@ -16,6 +16,7 @@ import pytest
 
 import kvsnap
 from kvsnap import Session
+from kvsnap.cli import run
 from kvsnap.errors import FormatError, InputError
 from kvsnap.files import write_whole
 from kvsnap.formats import colikv, mlxkv
@@ -23,7 +24,7 @@ from kvsnap.formats.native import said
 from kvsnap.layout import Snapshot
 from kvsnap.library import Library
 from spec_file import SPAN, Minimal, SpecReader
-from synthetic import same, snapshot
+from synthetic import MESSAGES, same, snapshot
 
 TOKENS = tuple(range(1, 41))
 ASK = {"role": "user", "content": "what is a cache?"}
@@ -132,6 +133,17 @@ def test_a_history_that_never_spoke_of_messages_does_not_know_them(path: Path) -
 def test_files_of_before_have_no_messages() -> None:
     for name in ("tiny.kvsnap", "tiny_session.kvsnap"):
         assert kvsnap.load(Path(__file__).parent / "data" / name).messages is None
+
+
+def test_the_golden_file_with_messages_opens_for_ever() -> None:
+    golden = Path(__file__).parent / "data" / "tiny_messages.kvsnap"
+    check(golden, MESSAGES)
+    with Session.open(golden, readonly=True) as session:
+        assert session.tokens == (31, 32, 33, 35, 37, 38)
+        assert session.message_ends == ((2, 1), (6, 3))
+    assert [(m.get("messages"), m.get("messages_after")) for m in metas(golden)] == [
+        ([MESSAGES[0]], None), ([MESSAGES[1]], None), ([MESSAGES[1]], 1), ([*MESSAGES[1:]], 1),
+    ]  # fmt: skip
 
 
 def test_the_order_of_members_stays_as_it_was_given(path: Path) -> None:
@@ -356,6 +368,36 @@ def test_a_cut_of_a_snapshot_keeps_messages_only_when_nothing_is_cut() -> None:
     whole = turn(20, CHAT)
     assert whole.truncate(20).messages == CHAT
     assert whole.truncate(19).messages is None
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def kv(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
+    capsys.readouterr()
+    code = run([str(a) for a in args])
+    out, err = capsys.readouterr()
+    return code, out or err
+
+
+def test_cat_and_info_tell_the_messages(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kvsnap.save(turn(20, CHAT), path)
+    code, out = kv(capsys, "cat", path, "--messages")
+    assert code == 0
+    assert out.splitlines()[:2] == ["user: what is a cache?", "assistant: what was kept – for later"]
+    assert out.splitlines()[2:] == ['user: [{"type": "text", "text": "more"}]', "assistant: null"]
+    assert json.loads(kv(capsys, "cat", path, "--json")[1])["messages"] == list(CHAT)
+    assert json.loads(kv(capsys, "info", path, "--json")[1])["n_messages"] == 4
+    assert ["messages", "4"] in [line.split() for line in kv(capsys, "info", path)[1].splitlines()]
+
+
+def test_cat_says_where_messages_are_not_known(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kvsnap.save(turn(20, None), path)
+    code, out = kv(capsys, "cat", path, "--messages")
+    assert (code, "messages are not known" in out) == (InputError.exit_code, True)
+    assert json.loads(kv(capsys, "cat", path, "--json")[1])["messages"] is None
+    assert not any(line.split()[:1] == ["messages"] for line in kv(capsys, "info", path)[1].splitlines())
+    assert kv(capsys, "cat", path, "--messages", "--tokens")[0] == 2
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

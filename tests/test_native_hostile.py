@@ -1160,6 +1160,41 @@ def text_after_a_fraction(m: Minimal) -> Any:
 
 
 @case("FormatError")
+def span_messages_that_are_no_list(m: Minimal) -> Any:
+    m.span["meta"] = b'{"messages":{"role":"user"}}'
+
+
+@case("FormatError")
+def span_message_without_a_role(m: Minimal) -> Any:
+    m.span["meta"] = b'{"messages":[{"content":"a"}]}'
+
+
+@case("FormatError")
+def span_message_that_nests_too_deep(m: Minimal) -> Any:
+    m.span["meta"] = b'{"messages":[{"role":"user","content":' + b"[" * 64 + b"]" * 64 + b"}]}"
+
+
+@case("FormatError")
+def span_message_that_nests_without_end(m: Minimal) -> Any:
+    m.span["meta"] = b'{"messages":[{"role":"user","content":' + b"[" * 500_000 + b"]" * 500_000 + b"}]}"
+
+
+@case("FormatError")
+def span_message_with_an_infinite_number(m: Minimal) -> Any:
+    m.span["meta"] = b'{"messages":[{"role":"user","content":[-1e400]}]}'
+
+
+@case("FormatError")
+def span_messages_after_below_zero(m: Minimal) -> Any:
+    m.span["meta"] = b'{"messages":[],"messages_after":-1}'
+
+
+@case("")
+def span_messages_behind_more_than_there_are(m: Minimal) -> Any:
+    m.span["meta"] = b'{"messages":[{"role":"user"}],"messages_after":1099511627776}'
+
+
+@case("FormatError")
 def span_meta_a_list(m: Minimal) -> Any:
     m.span["meta"] = b"[]"
 

@@ -240,6 +240,10 @@ def test_a_session_tells_which_codes_were_made_anew(tmp_path: Path) -> None:
         with pytest.raises(CompatibilityError, match="layer 0 of the snapshot is quantised otherwise") as raised:
             session.append(other)
         assert (raised.value.expected, raised.value.found) == (how.text, replace(how, residual=9).text)
+        last = session.n_commits
+        kept = replace(turn(8, 2), layers=(with_codes_of(turn(8, 2).layers[0], base.layers[0]),))
+        assert session.append(kept, after=9).requantised == ()  # against the turn that it goes on from
+        session.rewind(last)
     # Each turn has the codes of then.
     with kvsnap.Session.open(tmp_path / "a.kvsnap") as session:
         for end, made in ((11, one), (10, turn(10, 0, seed=1)), (9, more), (8, base)):

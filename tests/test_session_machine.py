@@ -146,6 +146,20 @@ class SessionMachine(RuleBasedStateMachine):
         self.n_commits, self.torn = self.n_commits + 1, 0
         self.kept = complete
 
+    @rule(data=st.data(), more=st.lists(st.integers(0, 2**31 - 1), max_size=5), partial=st.booleans())
+    def append_in_place_of_the_end(self, data: st.DataObject, more: list[int], partial: bool) -> None:
+        n = data.draw(st.integers(0, len(self.tokens)))
+        ends = list(self.ends) if n == len(self.tokens) else cut_ends(self.ends, n)
+        n_rows = ends[-1][1] if ends else 0
+        tokens = (*self.tokens[:n], *more)
+        made = snapshot(tokens, start=n_rows if partial else 0, **SHAPE)
+        self.session.append(made, after=n)
+        self.codecs = [*self.codecs[:n_rows], *["exact"] * (made.n_rows - n_rows)]
+        self.tokens, self.n_rows = tokens, made.n_rows
+        self.ends = [*standing(ends), (len(tokens), made.n_rows, made)]
+        self.n_commits, self.torn = self.n_commits + 1, 0
+        self.kept = True
+
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
@@ -336,7 +350,7 @@ class ForkMachine(RuleBasedStateMachine):
     def change(self, data: st.DataObject, line: Line) -> tuple[Callable[[], object], State]:
         """One change of a session, to be called, and what it holds then."""
         now = line.now
-        what = data.draw(st.sampled_from(["append", "append", "append", "truncate", "reset", "rewind"]))
+        what = data.draw(st.sampled_from(["append", "append", "append", "instead", "truncate", "reset", "rewind"]))
         if what == "rewind":
             commit = data.draw(st.integers(1, len(line.states)))
             return lambda: line.session.rewind(commit), line.states[commit - 1]
@@ -345,6 +359,8 @@ class ForkMachine(RuleBasedStateMachine):
             return lambda: line.session.truncate(n), now.cut(n)
         if what == "reset":
             return line.session.reset, State()
+        after = data.draw(st.integers(0, len(now.tokens))) if what == "instead" else None
+        now = now if after is None else now.cut(after)
         tokens = (*now.tokens, *data.draw(st.lists(st.integers(0, 2**31 - 1), max_size=4)))
         pending = min(data.draw(st.integers(0, 2)), len(tokens) - now.n_rows)
         codec, complete = data.draw(st.sampled_from(["exact", "q8"])), data.draw(st.booleans())
@@ -356,7 +372,7 @@ class ForkMachine(RuleBasedStateMachine):
             (*standing(now.ends), (len(tokens), made.n_rows, made)),
             complete,
         )
-        return lambda: line.session.append(made, codec=codec, complete=complete), then
+        return lambda: line.session.append(made, after=after, codec=codec, complete=complete), then
 
     # -- what is done
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from kvsnap.attention import AttentionSnapshot
     from kvsnap.conversation import Conversation
+    from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
     from kvsnap.journalling import Journalled, journal
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvsnap.probing import inspect_attention, probe
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
+    from kvsnap.speculation import Speculated, Speculation, speculate
 
 __version__ = "0.1.0"
 
@@ -62,6 +64,8 @@ __all__ = [
     "Sampler",
     "Session",
     "Snapshot",
+    "Speculated",
+    "Speculation",
     "Tensor",
     "Token",
     "__version__",
@@ -69,6 +73,7 @@ __all__ = [
     "check",
     "connect",
     "convert",
+    "draft_of",
     "dumps",
     "generate",
     "inspect",
@@ -83,10 +88,12 @@ __all__ = [
     "restore",
     "reuse",
     "save",
+    "speculate",
     "split",
     "sweep",
     "verify",
     "warm_from_tokens",
+    "with_draft",
 ]
 
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
@@ -96,8 +103,13 @@ _LATER = {
     "AttentionSnapshot": "attention",
     "Conversation": "conversation",
     "Library": "library",
+    "Speculated": "speculation",
+    "Speculation": "speculation",
+    "draft_of": "drafts",
     "inspect_attention": "probing",
     "probe": "probing",
+    "speculate": "speculation",
+    "with_draft": "drafts",
 }
 """Not needed by most programs, so loaded for themselves."""
 

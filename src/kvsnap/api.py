@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvsnap import editing, sampling
+from kvsnap.drafts import same_beginning, with_draft
 from kvsnap.editing import Rope
 from kvsnap.engines.connect import connect
 from kvsnap.errors import ContextError, InputError, UnsupportedError
@@ -45,19 +46,28 @@ __all__ = [
 
 
 def capture(
-    engine: Engine, *, row: int = 0, start: int = 0, settle: bool = False, progress: Progress | None = None
+    engine: Engine,
+    *,
+    row: int = 0,
+    start: int = 0,
+    settle: bool = False,
+    draft: Engine | None = None,
+    progress: Progress | None = None,
 ) -> Snapshot:
     """Copy the live state of an engine out, with its text where the engine has a tokenizer.
 
     `row` picks a sequence of a batch. `start` leaves out the rows before it (for `Session.append`). With `settle` the
     pending token is evaluated first, so that after a restore the next token needs no forward pass; the continuation is
-    the same. `progress` is told of the weights that are digested, in bytes. Raise `UnsupportedError` naming a layer
-    that cannot be captured exactly.
+    the same. With `draft` the state of that engine, which proposes ids for this one, is kept too, as far as it is of
+    the same ids (`restore(..., draft=)`). `progress` is told of the weights that are digested, in bytes. Raise
+    `UnsupportedError` naming a layer that cannot be captured exactly.
     """
     if settle:
         engine.settle()
     told: dict[str, Any] = {} if progress is None else {"progress": progress}
     snapshot = engine.capture(start=start, row=row, **told)
+    if draft is not None:
+        snapshot = with_draft(snapshot, same_beginning(draft.capture(**told), snapshot))
     if snapshot.text is not None:
         return snapshot
     try:

@@ -115,6 +115,7 @@ def remove(
         token_offset=snapshot.token_offset - (gone if cut.closes else 0) + skipped,
         positions=_positions(snapshot, cut),
         logits=None if gone else snapshot.logits,
+        draft=None,  # it holds what was taken out
         text=None,
         messages=None,
         metadata=_told(snapshot.metadata, spans, whole) if cut.touches else snapshot.metadata,

@@ -1,4 +1,4 @@
-"""What stays true of a history for good: that it was edited, or that a difference was accepted when it was restored.
+"""What stays true of a history: that it was edited, that a difference was accepted, how its rows were evaluated.
 
 A label is a line of text in the metadata of a snapshot. An engine carries those of the rows that it holds.
 """
@@ -12,15 +12,15 @@ from dataclasses import replace
 from kvsnap.identity import Compatibility
 from kvsnap.layout import Snapshot
 
-__all__ = ["ACCEPTED", "EDITED", "accepted_label", "inexact_because", "labels_of"]
+__all__ = ["ACCEPTED", "EDITED", "TOGETHER", "accepted_label", "inexact_because", "labels_of", "together_label"]
 
-EDITED, ACCEPTED = "edited", "accepted"
+EDITED, ACCEPTED, TOGETHER = "edited", "accepted", "speculated"
 _MOST = 500
 
 
 def labels_of(metadata: Mapping[str, str]) -> dict[str, str]:
     """Return the labels among the metadata of a snapshot."""
-    return {name: metadata[name] for name in (EDITED, ACCEPTED) if name in metadata}
+    return {name: metadata[name] for name in (EDITED, ACCEPTED, TOGETHER) if name in metadata}
 
 
 def accepted_label(snapshot: Snapshot, report: Compatibility) -> Snapshot:
@@ -31,6 +31,11 @@ def accepted_label(snapshot: Snapshot, report: Compatibility) -> Snapshot:
     before = snapshot.metadata.get(ACCEPTED)
     told = "; ".join(([before] if before else []) + taken)
     return replace(snapshot, metadata={**snapshot.metadata, ACCEPTED: told[:_MOST]})
+
+
+def together_label(first: int, stop: int) -> dict[str, str]:
+    """Return the label of rows from `first` up to `stop`, some evaluated with proposals; none where there are none."""
+    return {TOGETHER: f"rows {first} to {stop - 1}"} if first < stop else {}
 
 
 def inexact_because(snapshot: Snapshot) -> str:
@@ -44,6 +49,11 @@ def inexact_because(snapshot: Snapshot) -> str:
         return f"the history was edited ({told}): the rows behind were computed while that was there"
     if snapshot.bound:
         return f"the file is not exact: values may be off by up to {snapshot.bound:.3g}"
+    if TOGETHER in snapshot.metadata:
+        return (
+            f"some of {snapshot.metadata[TOGETHER]} were evaluated together with proposals: they come back as they "
+            "were, and their last bits can differ from those of single steps"
+        )
     if snapshot.n_pending > 1:
         return (
             f"{snapshot.n_pending} tokens are not evaluated yet: they are evaluated together, which can differ in the "

@@ -171,6 +171,8 @@ class Snapshot:
     the model) belong to the last evaluated position. `metadata` is the user's. `source` keeps what a foreign file said.
     `shard` tells which part of a whole this is; None: it is whole. `messages` are those of the chat that the tokens
     are of, each with a text `role`, and else what the caller put there, as JSON can hold it; None: not known.
+    `draft` holds the state of a draft model that proposed ids for this one, as the bytes of a file of its own
+    (`kvsnap.draft_of` opens it).
     """
 
     architecture: str = ""
@@ -190,6 +192,7 @@ class Snapshot:
     metadata: Mapping[str, str] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
     shard: Shard | None = None
+    draft: Tensor | None = None
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -236,7 +239,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, decoded."""
-        return sum(layer.nbytes for layer in self.layers) + (self.logits.nbytes if self.logits else 0)
+        return sum(t.nbytes for t in [*self.tensors(), *self.loose()])
 
     @property
     def bound(self) -> float:
@@ -249,9 +252,13 @@ class Snapshot:
         return encoder_input_of(self.layers)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor of every layer, in layer order (logits are apart)."""
+        """Yield every tensor of every layer, in layer order (logits and draft are apart)."""
         for layer in self.layers:
             yield from layer.tensors
+
+    def loose(self) -> tuple[Tensor, ...]:
+        """Return the tensors that belong to no layer: logits, and the draft."""
+        return tuple(t for t in (self.logits, self.draft) if t is not None)
 
     def row_positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the positions of the rows `[start, stop)` as int64."""
@@ -329,10 +336,10 @@ class Snapshot:
     def truncate(self, n_tokens: int) -> Snapshot:
         """Return the first `n_tokens` tokens as a snapshot of its own (views, nothing is copied).
 
-        Logits are kept only when no row is cut, the sampler only when nothing is. 0 leaves a snapshot without rows and
-        without what is replaced. Raise `InputError` outside 0..len(tokens), and before the rows of a partial capture;
-        `UnsupportedError` that says which layers cannot be cut there, and names the nearest lengths below and above
-        that can be reached.
+        Logits are kept only when no row is cut, sampler and draft only when nothing is. 0 leaves a snapshot without
+        rows and without what is replaced. Raise `InputError` outside 0..len(tokens), and before the rows of a partial
+        capture; `UnsupportedError` that says which layers cannot be cut there, and names the nearest lengths below and
+        above that can be reached.
         """
         self._check_length(n_tokens)
         if n_tokens == len(self.tokens):
@@ -364,6 +371,7 @@ class Snapshot:
             text=None,
             messages=None,
             shard=None if self.shard is None else self.shard.unproven(),
+            draft=None,  # it may hold what is cut away here
         )
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Any:

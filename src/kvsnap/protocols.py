@@ -6,6 +6,7 @@ Everything here is synchronous. Unless a method says otherwise it may be called 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +18,19 @@ from kvsnap.layout import SamplerState, Snapshot
 from kvsnap.reach import Reach
 from kvsnap.tensors import TensorSpec
 
-__all__ = ["Codec", "Encoded", "Engine", "Format", "Installed", "Loss", "Progress", "Sink", "Token"]
+__all__ = [
+    "Codec",
+    "Drafting",
+    "Encoded",
+    "Engine",
+    "Format",
+    "Installed",
+    "Loss",
+    "Progress",
+    "Sink",
+    "Token",
+    "Verifying",
+]
 
 Progress = Callable[[int, int], None]
 """Called with (done, total), in bytes or tokens, from the thread that does the work; must return quickly."""
@@ -170,6 +183,36 @@ class Engine(Protocol):
 
     def warm(self, ids: Sequence[int], progress: Progress | None = None) -> None:
         """Forget the sequence and evaluate `ids` instead; all or nothing, as `prefill`."""
+
+
+class Drafting(Engine, Protocol):
+    """An engine that can propose ids for another one."""
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """Put back, at the end, whatever is evaluated inside: rows, ids, logits, sampler; any layers can."""
+
+    def tokenizer_digest(self) -> str:
+        """Digest of the tokenizer, as in the identity; empty without one. Hashed at each call."""
+
+
+class Verifying(Drafting, Protocol):
+    """An engine that can check proposed ids, several in one pass."""
+
+    def check_verify(self) -> None:
+        """Raise `UnsupportedError` naming what keeps this model from checking several proposals in one pass."""
+
+    def verify(self, ids: Sequence[int]) -> None:
+        """Evaluate what is pending and then `ids`, as proposals for what comes next; `take` chooses.
+
+        The tokens stay as they are. All or nothing. `ContextError` where the proposals and one id more do not fit.
+        """
+
+    def take(self) -> Token | None:
+        """Choose one token, as `step` does, from what the last `verify` evaluated; None when there is no more of it.
+
+        While the tokens are the proposals, one after the other, their rows stay, and so does what is left of the pass;
+        a token behind the last proposal ends it, and so does any other call that looks at the state or changes it.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsnap.errors import UnsupportedError
-from kvsnap.tensors import TensorSpec
+from kvsnap.tensors import OF_NO_LAYER, TensorSpec
 
 __all__ = ["Ends", "Reach", "Stop", "needs_state"]
 
@@ -61,7 +61,7 @@ class Stop:
 
 def needs_state(specs: Iterable[TensorSpec]) -> bool:
     """Tell whether a history with these tensors can only be cut where what is replaced was stored."""
-    return any(spec.growth == "replaced" and spec.role != "logits" for spec in specs)
+    return any(spec.growth == "replaced" and spec.role not in OF_NO_LAYER for spec in specs)
 
 
 class Ends:
@@ -87,7 +87,7 @@ class Ends:
         self.tokens = [stop.n_tokens for stop in stops]
         self.stateful = needs_state(specs)
         self.fixed = self.stateful and not rows_alone
-        self.replaced = [s for s in specs if s.growth == "replaced" and s.role != "logits"]
+        self.replaced = [s for s in specs if s.growth == "replaced" and s.role not in OF_NO_LAYER]
         self.windows = [s for s in specs if s.growth == "window"]
         self.grouped = [s for s in specs if s.grows and s.tokens_per_row > 1]
         self.step = math.lcm(*(s.tokens_per_row for s in self.grouped))

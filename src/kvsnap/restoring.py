@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvsnap import inspection, sampling
+from kvsnap.drafts import restore_draft
 from kvsnap.errors import FormatError, InputError
 from kvsnap.formats import colikv
 from kvsnap.identity import Compatibility, compare
@@ -33,7 +34,7 @@ class Restored:
     `reused` tokens came from the file, `recomputed` had to be evaluated again (by `reuse`: all that it evaluated).
     `exact` promises that ids and logits go on bit-identical to the run that was never interrupted; when it is False,
     `notes` say why. Times are seconds: `identity_s` hashing the weights of the live model, `install_s` reading,
-    checking and installing.
+    checking and installing. `drafted` counts the ids that the draft holds, None where none was given.
     """
 
     reused: int
@@ -43,6 +44,7 @@ class Restored:
     notes: tuple[str, ...] = ()
     identity_s: float = 0.0
     install_s: float = 0.0
+    drafted: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready data."""
@@ -53,6 +55,7 @@ class Restored:
             "notes": list(self.notes),
             "identity_s": self.identity_s,
             "install_s": self.install_s,
+            "drafted": self.drafted,
             "report": None if self.report is None else self.report.to_dict(),
         }
 
@@ -84,6 +87,7 @@ def restore(
     *,
     accept: Sequence[str] = (),
     sampler: Sampler | None = None,
+    draft: Engine | None = None,
     draft_reserve: int = 0,
     non_finite: Policy = "allow",
     rows: int = 1,
@@ -96,7 +100,8 @@ def restore(
     tokens than the context raise `ContextError`. `sampler` replaces the saved settings and random state. What was saved
     with NaN or infinite values in it comes back with them; `non_finite="report"` looks first and says in `notes` where
     they are, `"refuse"` raises `FormatError` naming layer and tensor. `rows` makes a batch of so many equal sequences,
-    for the user's own `generate`.
+    for the user's own `generate`. `draft` is the engine that proposes ids for this one: afterwards it holds the state
+    that was kept of it, checked like that of the model, or it is empty, and `notes` say why; the tokens are the same.
     """
     if not isinstance(snapshot, Snapshot):
         raise InputError(
@@ -114,7 +119,8 @@ def restore(
     finished = time.perf_counter()
     if sampler is not None:
         engine.sampler = sampling.start(sampler)
-    notes = [*installed.notes, *found]
+    drafted, empty = (None, ()) if draft is None else restore_draft(snapshot, draft, accept=accept, progress=progress)
+    notes = [*installed.notes, *found, *empty]
     reason = inexact_because(snapshot)
     if reason and reason not in notes:
         notes.insert(0, reason)
@@ -129,6 +135,7 @@ def restore(
         notes=tuple(notes),
         identity_s=identified - started,
         install_s=finished - identified,
+        drafted=drafted,
     )
 
 

@@ -202,7 +202,7 @@ class Session(Counts):
         if n_tokens == now.commit.n_tokens:
             return n_tokens
         if n_tokens == 0:
-            self._reset()
+            self._cut_back(NOTHING, None, Operation.RESET)
             return 0
         with closing(NativeFile.open(self.path, mapped=False)) as file:
             self._cut_back(cut_live(file, n_tokens), file, Operation.TRUNCATE)
@@ -214,19 +214,12 @@ class Session(Counts):
 
         With `any_model` it is forgotten: the next turn may be of any model, and its cache of any shape.
         """
-        self._reset(any_model=any_model)
+        self._cut_back(NOTHING, None, Operation.RESET, any_model=any_model)
 
-    def _reset(self, *, any_model: bool = False) -> None:
-        if any_model:
-            left = cut_back(self._now, NOTHING, None)
-            commit = replace(left.commit, operation=Operation.RESET, complete=True)
-            self._rewrite(commit, left.entries, left.base, Geometry("", (), ()), Identity())
-        else:
-            self._cut_back(NOTHING, None, Operation.RESET)
-
-    def _cut_back(self, cut: Cut, file: NativeFile | None, operation: int) -> None:
+    def _cut_back(self, cut: Cut, file: NativeFile | None, operation: int, *, any_model: bool = False) -> None:
         left = cut_back(self._now, cut, file)
-        self._rewrite(replace(left.commit, operation=operation, complete=True), left.entries, left.base)
+        made_by = (Geometry("", (), ()), Identity()) if any_model else (None, None)
+        self._rewrite(replace(left.commit, operation=operation, complete=True), left.entries, left.base, *made_by)
 
     def fork(
         self,

@@ -52,7 +52,7 @@ def split(snapshot: Snapshot, n: int) -> tuple[Snapshot, ...]:
     source = {name: value for name, value in snapshot.source.items() if name not in ("loaded", "path")}
     shards = [Shard(index=i, count=n, heads=heads) for i in range(n)]
     made = [
-        replace(snapshot, layers=tuple(_layer_of(x, s) for x in snapshot.layers), shard=s, source=source)
+        replace(snapshot, layers=tuple(_layer_of(x, s) for x in snapshot.layers), shard=s, source=source, draft=None)
         for s in shards
     ]
     known: Digests = {}

@@ -35,7 +35,10 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 ROLES = (
     "k", "v", "latent", "rope", "index", "conv", "recurrent", "cross_k", "cross_v", "draft_k", "draft_v", "logits",
     "positions", "code", "scale", "residual", "other", "compressed", "buffer", "overlap", "zero",
+    "draft",
 )  # fmt: skip
+OF_NO_LAYER = ("logits", "draft")
+"""Roles of what is replaced at each commit and belongs to no layer: a history goes on without them."""
 LAYER_KINDS = ("attention", "latent", "recurrent", "hybrid", "cross", "none")
 Growth = Literal["grow", "window", "replaced", "static"]
 RopeState = Literal["none", "before", "after", "unknown"]

@@ -57,6 +57,12 @@ class Rewindable(Observed):
         self._live = cutting
         self._mend()
 
+    def settle(self) -> None:
+        """As `Engine.settle`."""
+        self._need_logits()
+        with self._change() as (live, line):
+            self._publish(self._evaluate(live.cache, line), live.sampler)
+
     def _need_logits(self) -> None:
         """See to it that there are logits, or something pending whose evaluation makes some."""
         live, line = self._current(), self._line()

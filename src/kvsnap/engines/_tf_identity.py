@@ -19,7 +19,7 @@ from kvsnap.engines._tf_weights import digest_of, named_tensors, quantised_kinds
 from kvsnap.identity import AdapterDigest, Identity, WeightDigest, flatten_config, quantisation_text
 from kvsnap.protocols import Progress
 
-__all__ = ["cache_quantisation_of", "identity_of", "settings_of"]
+__all__ = ["cache_quantisation_of", "identity_of", "settings_of", "tokenizer_digest"]
 
 # Settings that decide nothing about the rows of a cache: names, labels, output options, training, initial values of
 # weights that are loaded, generation defaults.
@@ -82,7 +82,7 @@ def identity_of(
         cache_dtype=cache_dtype,
         quantisation=_weight_quantisation(model.module, tensors),
         cache_quantisation=cache_quantisation,
-        tokenizer="" if tokenizer is None else _tokenizer_digest(tokenizer),
+        tokenizer="" if tokenizer is None else tokenizer_digest(tokenizer),
         adapters=adapters,
         chat_template=_digest(_json(template).encode()) if template else "",
         engine="transformers",
@@ -215,7 +215,8 @@ def _layer_settings(layer: Any) -> dict[str, Any]:
 # -- tokenizer and runtime -----------------------------------------------------------------------------------------
 
 
-def _tokenizer_digest(tokenizer: Any) -> str:
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return a digest of everything in a tokenizer that decides what ids mean."""
     rust = getattr(tokenizer, "backend_tokenizer", None)
     if rust is None or not hasattr(rust, "to_str"):
         return _digest(_json(_slow_tokenizer(tokenizer)).encode())

@@ -114,11 +114,12 @@ class Model:
         return [_device(block, self.module.device) for block in blocks] or [self.module.device] * count
 
     def evaluate(
-        self, cache: Any, ids: Sequence[int], n_rows: int, positions: Sequence[int] | None = None
+        self, cache: Any, ids: Sequence[int], n_rows: int, positions: Sequence[int] | None = None, keep: int = 1
     ) -> npt.NDArray[Any]:
-        """Evaluate ids behind the `n_rows` that `cache` holds, in place; return the last logits `[vocab]`, as a copy.
+        """Evaluate ids behind the `n_rows` that `cache` holds, in place; return the last logits, as a copy.
 
-        `positions` are theirs, where they are not simply the next ones.
+        `positions` are theirs, where they are not simply the next ones. The logits are `[vocab]`, behind the last id;
+        with `keep` above 1 `[keep, vocab]`, behind each of the last so many.
         """
         self._check_mode()
         outputs = None
@@ -129,7 +130,7 @@ class Model:
             outputs = stand_in(self.module, length)
         if positions is None and self.cache.alone:
             positions = range(n_rows, n_rows + len(ids))
-        return self._pass(cache, ids, n_rows, positions, outputs)
+        return self._pass(cache, ids, n_rows, positions, outputs, keep)
 
     def encode(self, tensors: Mapping[str, Any]) -> Any:
         """Return a cache with what the decoder uses of an encoded input, and no row: two passes, one of each.
@@ -159,13 +160,13 @@ class Model:
             raise InputError("the model is in training mode, where dropout makes every pass differ; call model.eval()")
 
     def _pass(
-        self, cache: Any, ids: Sequence[int], n_rows: int, positions: Sequence[int] | None, outputs: Any
+        self, cache: Any, ids: Sequence[int], n_rows: int, positions: Sequence[int] | None, outputs: Any, keep: int = 1
     ) -> npt.NDArray[Any]:
         import torch
 
         options: dict[str, Any] = {self.cache_keyword: cache, "use_cache": True, "return_dict": True}
         if self.keeps_logits:
-            options["logits_to_keep"] = 1
+            options["logits_to_keep"] = keep
         if outputs is not None:
             options["encoder_outputs"] = outputs
         embedding = self.module.get_input_embeddings()
@@ -179,7 +180,7 @@ class Model:
                 places = range(n_rows, n_rows + len(ids)) if positions is None else positions
                 options["position_ids"] = torch.tensor([list(places)], dtype=torch.long, device=device)
             options["decoder_input_ids" if self.encodes else "input_ids"] = given
-            found = self.module(**options).logits[0, -1]
+            found = self.module(**options).logits[0, -1 if keep == 1 else slice(-keep, None)]
             if self.encodes and bool(found.isnan().any()):
                 raise UnsupportedError(
                     f"the logits of {self.config.model_type} are no numbers: its weights are not, or its decoder reads "

@@ -72,7 +72,9 @@ def cut_line(line: Line, n_tokens: int, ends: Ends) -> Line:
             line, tokens=line.tokens[:n_tokens], runs=cut_runs(line.runs, n_tokens), n_pending=n_pending,
             again=line.again and n_pending > 0,
         )  # fmt: skip
+    first, stop = line.together
     return Line(
         line.tokens[:n_tokens], cut_runs(line.runs, n_tokens), n_rows, n_pending,
-        positions=straightened(cut_positions(line.positions, n_rows)),
+        positions=straightened(cut_positions(line.positions, n_rows)), inexact_rows=min(line.inexact_rows, n_rows),
+        bound=line.bound, labels=line.labels, together=(first, min(stop, n_rows)) if first < n_rows else (0, 0),
     )  # fmt: skip

@@ -36,7 +36,8 @@ class Line:
     as it was. `columns` counts those of the cache that were evaluated, in a batch: a state has taken up all of them.
     The first `inexact_rows` rows came from a snapshot that was not exact: its `bound`, and its `labels`, stay
     true of them.
-    `gap` is the first column behind padding that has ids before it, where no positions were given.
+    `gap` is the first column behind padding that has ids before it, where no positions were given. Among the rows from
+    the first to the last number of `together` are some that were evaluated with proposals in one pass.
     """
 
     tokens: tuple[int, ...] = ()
@@ -53,6 +54,7 @@ class Line:
     bound: float = 0.0
     labels: tuple[tuple[str, str], ...] = ()
     gap: int | None = None
+    together: tuple[int, int] = (0, 0)
 
     @property
     def taken(self) -> int:

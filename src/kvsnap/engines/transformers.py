@@ -16,7 +16,6 @@ from kvsnap.engines._tf_caches import cache_fact
 from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
 from kvsnap.engines._tf_encoder import with_input, without_input
 from kvsnap.engines._tf_identity import cache_quantisation_of, identity_of
-from kvsnap.engines._tf_input import Encoding
 from kvsnap.engines._tf_install import build_cache, check_snapshot
 from kvsnap.engines._tf_layers import cut, dtype_of, rows_of
 from kvsnap.engines._tf_live import live_of
@@ -24,9 +23,11 @@ from kvsnap.engines._tf_model import Model, recognises
 from kvsnap.engines._tf_rope import rope_of
 from kvsnap.engines._tf_stamp import stamp_of
 from kvsnap.engines._tf_state import Line, check_ids, check_positions, check_room
+from kvsnap.engines._tf_verify import Verifying
 from kvsnap.engines._tf_views import layers_of
 from kvsnap.errors import ConflictError, InputError, UnsupportedError
 from kvsnap.identity import Identity
+from kvsnap.labels import together_label
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Installed, Progress, Token
 from kvsnap.sampling import choose
@@ -34,7 +35,7 @@ from kvsnap.sampling import choose
 __all__ = ["TransformersEngine", "recognises"]
 
 
-class TransformersEngine(Encoding):
+class TransformersEngine(Verifying):
     """One transformers model and the live state of one sequence; see `kvsnap.protocols.Engine` for each method.
 
     `prefill_step` is the most ids evaluated in one pass, `workers` the threads that read and digest, `cache` the kind
@@ -83,11 +84,6 @@ class TransformersEngine(Encoding):
             self._need_logits()
         with self._change() as (live, line):
             self._publish(self._evaluate(live.cache, line.extended(checked, "prompt"), None, places), live.sampler)
-
-    def settle(self) -> None:
-        self._need_logits()
-        with self._change() as (live, line):
-            self._publish(self._evaluate(live.cache, line), live.sampler)
 
     def step(self) -> Token:
         self._need_logits()
@@ -149,7 +145,10 @@ class TransformersEngine(Encoding):
             sampler=live.sampler,
             identity=self.identity(progress),
             text=None if self.tokenizer is None else self.detokenize(line.tokens),
-            metadata=dict(line.labels) if start < line.inexact_rows else {},
+            metadata={
+                **(dict(line.labels) if start < line.inexact_rows else {}),
+                **(together_label(*line.together) if start < line.together[1] else {}),
+            },
         )
 
     def _cache_dtype(self) -> str:

@@ -11,6 +11,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -172,7 +173,7 @@ def _no_options(codec: str | None, version: int | None, byte_order: str | None) 
 
 
 def _metadata(snapshot: Snapshot) -> dict[str, Any]:
-    geometry = schema.geometry_of(snapshot)
+    geometry = schema.geometry_of(replace(snapshot, draft=None))
     held = {t.spec.id: t for t in [*snapshot.tensors(), *([snapshot.logits] if snapshot.logits else [])]}
     return {
         "version": _VERSION,
@@ -309,6 +310,7 @@ def _build(
         messages=None if added is None or added.messages is None else unpack_messages(added.messages),
         metadata=metadata,
         source={"format": "safetensors", "path": path},
+        draft=None,
         **counts,
     )
 

@@ -18,7 +18,7 @@ from kvsnap.formats import native
 from kvsnap.formats.native import NativeFile
 from kvsnap.identity import Identity
 from kvsnap.reach import needs_state
-from kvsnap.tensors import TensorSpec
+from kvsnap.tensors import OF_NO_LAYER, TensorSpec
 
 __all__ = [
     "DAMAGED",
@@ -166,6 +166,6 @@ def is_rewindable(specs: Iterable[TensorSpec]) -> bool:
     Where it cannot, more than the ends of turns may be reached all the same; a search counts on these only.
     """
     return all(
-        spec.role == "logits" or spec.growth == "static" or (spec.growth == "grow" and spec.tokens_per_row == 1)
+        spec.role in OF_NO_LAYER or spec.growth == "static" or (spec.growth == "grow" and spec.tokens_per_row == 1)
         for spec in specs
     )

@@ -140,6 +140,7 @@ def losses_of(snapshot: Snapshot, encoding: Encoding, content: Content) -> tuple
     more = {name for name, _ in i.config} - stated
     known = i.architecture or i.weights or i.cache_dtype or i.tokenizer or i.adapters or i.engine or more
     fields = (
+        ("draft", snapshot.draft is not None, "the draft starts empty"),
         ("logits", snapshot.logits is not None, "the first token after a restore needs a forward pass"),
         ("sampler", snapshot.sampler is not None, "settings and random state are not stored"),
         ("identity", bool(known), "only six numbers of the model are stored"),

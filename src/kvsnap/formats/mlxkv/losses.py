@@ -40,6 +40,8 @@ def _fields(snapshot: Snapshot) -> Iterator[Loss]:
         yield Loss("field", "messages", "the messages of the chat are left out")
     if snapshot.shard is not None:
         yield Loss("field", "shard", f"that this is {snapshot.shard} is left out: it reads as a whole")
+    if snapshot.draft is not None:
+        yield Loss("field", "draft", "the state of the draft is left out: it starts empty")
     if snapshot.metadata:
         yield Loss("field", "metadata", f"{', '.join(sorted(snapshot.metadata))}: left out")
 

@@ -14,7 +14,7 @@ from kvsnap.formats.native.said import Said, parse_said, unpack_messages
 from kvsnap.formats.native.sources import Sizes
 from kvsnap.layout import Snapshot, Tensor, cut_positions, cut_runs, join_positions, join_runs
 from kvsnap.records import Kind
-from kvsnap.tensors import Source, TensorSpec, numpy_dtype
+from kvsnap.tensors import OF_NO_LAYER, Source, TensorSpec, numpy_dtype
 
 if TYPE_CHECKING:
     from kvsnap.formats.native.live import Cut
@@ -45,7 +45,7 @@ def snapshot_of(file: NativeFile, cut: Cut | None = None) -> Snapshot:
     replaced, sampler = file.state() if cut is None else _state_after(file, cut)
     absent = [spec for spec in file.geometry.tensors if spec.grows and spec.id not in tensors]
     tensors |= {spec.id: _empty(file, spec, counts.n_rows) for spec in absent}
-    logits = next((t for t in replaced.values() if t.role == "logits"), None)
+    loose = {t.role: t for t in replaced.values() if t.role in OF_NO_LAYER}
     every = np.concatenate(ids) if ids else np.zeros(0, np.int32)
     return Snapshot(
         architecture=file.geometry.architecture,
@@ -56,7 +56,8 @@ def snapshot_of(file: NativeFile, cut: Cut | None = None) -> Snapshot:
         n_pending=counts.n_pending,
         token_offset=counts.token_offset,
         positions=positions,
-        logits=logits,
+        logits=loose.get("logits"),
+        draft=loose.get("draft"),
         sampler=sampler,
         identity=file.identity,
         text=said.text if len(columns) else None,

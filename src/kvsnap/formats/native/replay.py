@@ -48,7 +48,7 @@ from kvsnap.records import (
     read_record,
     read_record_header,
 )
-from kvsnap.tensors import numpy_dtype
+from kvsnap.tensors import OF_NO_LAYER, numpy_dtype
 
 __all__ = ["History", "Piece", "history_of", "with_states", "write_history"]
 
@@ -273,7 +273,7 @@ class _Replay:
             return 0
         sizes = self.sizes[Kind.STATE]
         sources = [PartSource(piece.file.reader, sizes, part, payload, mapped=False) for part in table.parts]
-        kept = [source for source in sources if source.spec.role != "logits"]
+        kept = [source for source in sources if source.spec.role not in OF_NO_LAYER]
         meta = schema.pack_sampler(None, **({} if named is None else {"token_offset": named}))
         parts = (EncodedPart(source.part, (np.frombuffer(source.stored(), np.uint8),)) for source in kept)
         return self.writer.encoded(Kind.STATE, Table(row_start=n_rows, meta=meta), len(kept), parts, 0)[0]

@@ -14,6 +14,7 @@ from kvsnap.layout import RandomState, Sampler, SamplerState, Snapshot
 from kvsnap.tensors import (
     DTYPES,
     LAYER_KINDS,
+    OF_NO_LAYER,
     ROLES,
     Growth,
     Layer,
@@ -57,7 +58,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What LAYOUT says: the architecture, every tensor (logits too), every layer, and of which whole it is a part."""
+    """What LAYOUT says: architecture, tensors (logits and draft too), layers, and of which whole it is a part."""
 
     architecture: str
     tensors: tuple[TensorSpec, ...]
@@ -81,7 +82,7 @@ class Geometry:
 
 def geometry_of(snapshot: Snapshot) -> Geometry:
     """Return the geometry of a snapshot. Raise `InputError` for ids used twice or layers out of order."""
-    tensors = [t.spec for t in snapshot.tensors()] + ([snapshot.logits.spec] if snapshot.logits else [])
+    tensors = [t.spec for t in [*snapshot.tensors(), *snapshot.loose()]]
     if len({t.id for t in tensors}) != len(tensors):
         raise InputError("two tensors of a snapshot have one id")
     layers = []
@@ -154,8 +155,8 @@ def _spec(data: Any, path: str | None, offset: int) -> TensorSpec:
         r.refuse("shape", f"rows of at most {MAX_ROW_BYTES} bytes", list(shape))
     if len(axes) != len(shape):
         r.refuse("axes", f"{len(shape)} names", len(axes))
-    if spec.role == "logits" and spec.growth != "replaced":
-        r.refuse("growth", "replaced, as logits are", spec.growth)
+    if spec.role in OF_NO_LAYER and spec.growth != "replaced":
+        r.refuse("growth", f"replaced, as {spec.role} is", spec.growth)
     if (spec.row_axis >= 0 and shape[spec.row_axis] != 0) or (spec.grows and spec.row_axis < 0):
         r.refuse("row_axis", "an axis of length 0, needed by a tensor that grows", spec.row_axis)
     return spec

@@ -92,6 +92,7 @@ class Summary:
     shard: Shard | None = None
     dropped: int = 0
     notes: tuple[str, ...] = ()
+    draft_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready data; the identity is given by counts and digests, without its list of weights."""
@@ -172,6 +173,7 @@ def summary_of(file: NativeFile) -> Summary:
         n_generated=generated, n_pending=commit.n_pending, n_rows=commit.n_rows, token_offset=commit.token_offset,
         n_spans=len(file.live), has_logits=any(t.role == "logits" for t in replaced.values()),
         has_text=bool(file.live) and said.text is not None, n_messages=len(said.messages) if said.known else None,
+        draft_bytes=sum(t.nbytes for t in replaced.values() if t.role == "draft"),
         sampler=sampler, file_bytes=file.reader.size, tensor_bytes=sum(p.decoded for p in parts), stored=stored,
         exact=bound == 0, bound=bound, layers=layers, identity=file.identity, metadata=file.metadata,
         encryption="" if file.vault is None else file.vault.info.cipher,

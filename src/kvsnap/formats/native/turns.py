@@ -32,7 +32,7 @@ from kvsnap.identity import Identity, compare
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress
 from kvsnap.records import RECORD_SIZE, FileHeader, Kind, ReadAt, commit_digest, read_record
-from kvsnap.tensors import INPUT_NAMES, TensorSpec
+from kvsnap.tensors import INPUT_NAMES, OF_NO_LAYER, TensorSpec
 
 __all__ = [
     "Turn",
@@ -180,7 +180,7 @@ def merged_geometry(now: Published, snapshot: Snapshot, path: str) -> schema.Geo
         )  # fmt: skip
     known = {spec.id: spec for spec in old.tensors}
     difference = schema.same_tensors(
-        [s for s in old.tensors if s.role != "logits"], [s for s in new.tensors if s.role != "logits"]
+        [s for s in old.tensors if s.role not in OF_NO_LAYER], [s for s in new.tensors if s.role not in OF_NO_LAYER]
     )
     quantised = [
         (index, a.quantisation or "none", b.quantisation or "none")

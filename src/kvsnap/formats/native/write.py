@@ -322,9 +322,8 @@ def _later_positions(snapshot: Snapshot, skip: int) -> tuple[Any, ...]:
 
 
 def state_tensors(snapshot: Snapshot) -> list[Tensor]:
-    """Return the tensors that are replaced at each commit: logits and recurrent states."""
-    replaced = [t for t in snapshot.tensors() if t.spec.growth == "replaced"]
-    return replaced + ([snapshot.logits] if snapshot.logits is not None else [])
+    """Return the tensors that are replaced at each commit: recurrent states, logits, the draft."""
+    return [*(t for t in snapshot.tensors() if t.spec.growth == "replaced"), *snapshot.loose()]
 
 
 def check_counts(snapshot: Snapshot, known: int = 0) -> None:
