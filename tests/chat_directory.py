@@ -27,7 +27,7 @@ TEMPLATE = (
 
 
 def save_chat(
-    directory: str | Path, *, ends: bool = True, context: int = 2048, template: str | None = TEMPLATE, seed: int = 2
+    directory: str | Path, *, ends: bool = True, context: int = 2048, template: str | None = TEMPLATE, seed: int = 4
 ) -> Path:
     """Write the model and return its directory; `ends` makes an answer about a dozen tokens long."""
     directory = Path(directory)

@@ -235,6 +235,10 @@ def _keys() -> Any:
         else:
             typed.validate_and_handle()
 
+    def clear(event: Any) -> None:
+        event.current_buffer.reset()  # without leaving the prompt: no key that follows at once is lost
+
+    keys.add("c-c")(clear)
     keys.add("enter")(enter)
     keys.add("escape", "enter")(newline)
     keys.add("c-j")(newline)
