@@ -82,9 +82,9 @@ def digest(path: Path) -> str:
 def test_every_command_explains_itself_with_examples(kv: Call) -> None:
     assert kv("--help").code == 0
     assert set(root.commands) == {
-        "generate", "resume", "chat", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep",
-        "demo", "convert", "fork", "compact", "rewind", "ls", "find", "rm", "rename", "pin", "unpin", "prune",
-        "collect", "doctor", "repair", "keygen", "split", "join", "edit",
+        "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo",
+        "convert", "fork", "compact", "rewind", "ls", "find", "rm", "rename", "pin", "unpin", "prune", "collect",
+        "doctor", "repair", "keygen", "split", "join", "edit", "serve", "attention", "chat",
     }  # fmt: skip
     for name, command in root.commands.items():
         shown = kv(name, "--help")

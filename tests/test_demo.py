@@ -409,8 +409,9 @@ def test_sweep_continues_without_prefill(kv: Any) -> None:
     assert rows[0]["tokens"] == js(kv("resume", "x.kvsnap", "--max-tokens", 5, "--json"))["tokens"]
     assert rows[0]["tokens"] != rows[1]["tokens"]
     lines = kv(*args, "--csv")[1].splitlines()
-    assert lines[0] == "sampler,n_tokens,mean_logprob,forwards,stop,text"
-    assert lines[1].startswith("greedy,5,")
+    assert lines[0].startswith("sampler,repetition_penalty,temperature,top_k,top_p,min_p,seed,n_tokens,")
+    assert lines[0].endswith("forwards,stop,rows,exact,text")
+    assert lines[1].startswith("greedy,1.0,0.0,0,1.0,0.0,,5,")
     assert "greedy" in kv(*args)[1]
 
 

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import kvsnap  # noqa: E402 - after the extras are known to be there
+from kvsnap.drafts import restore_draft  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.errors import DamagedError, FormatError, InputError  # noqa: E402
 from latent_runs import bits  # noqa: E402
@@ -229,3 +230,12 @@ def test_a_cut_an_edit_and_other_formats_leave_the_draft_behind(tmp_path: Path) 
     assert kvsnap.inspect(tmp_path / "a.mlxkv").draft_bytes == 0
     snapshot.save(tmp_path / "a.kvsnap")
     assert kvsnap.inspect(tmp_path / "a.kvsnap").draft_bytes == snapshot.draft.nbytes
+
+
+def test_a_file_of_colibri_restores_no_draft() -> None:
+    snapshot = kvsnap.load(Path(__file__).parent / "data" / "colikv" / "v1_mtp_model.coli_kv")
+    assert snapshot.draft is None
+    draft = TransformersEngine(tiny_qwen3())
+    draft.prefill([1, 2, 3])
+    assert restore_draft(snapshot, draft) == (0, ("no state of a draft is stored: the draft starts empty",))
+    assert draft.tokens == ()

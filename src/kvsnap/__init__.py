@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvsnap.api import (
-        Continuation,
         LossReport,
         Restored,
         Rope,
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
         reuse,
         save,
         split,
-        sweep,
         verify,
         warm_from_tokens,
     )
     from kvsnap.attention import AttentionSnapshot
+    from kvsnap.branching import Branch, Branches, branch
     from kvsnap.conversation import Conversation
     from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
@@ -39,15 +38,19 @@ if TYPE_CHECKING:
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
-    from kvsnap.probing import inspect_attention, probe
+    from kvsnap.probing import inspect_attention, probe, save_attention
     from kvsnap.protocols import Engine, Token
     from kvsnap.session import Session
     from kvsnap.speculation import Speculated, Speculation, speculate
+    from kvsnap.starting import Started, start
+    from kvsnap.sweeping import Continuation, sweep
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionSnapshot",
+    "Branch",
+    "Branches",
     "Compatibility",
     "Continuation",
     "Conversation",
@@ -66,9 +69,11 @@ __all__ = [
     "Snapshot",
     "Speculated",
     "Speculation",
+    "Started",
     "Tensor",
     "Token",
     "__version__",
+    "branch",
     "capture",
     "check",
     "connect",
@@ -88,8 +93,10 @@ __all__ = [
     "restore",
     "reuse",
     "save",
+    "save_attention",
     "speculate",
     "split",
+    "start",
     "sweep",
     "verify",
     "warm_from_tokens",
@@ -98,17 +105,23 @@ __all__ = [
 
 # numpy and the rest come with the first name that is used, not with the import: a program that only may need kvsnap
 # starts as fast as one that does not.
-_HOMES = ("api", "journalling", "errors", "identity", "layout", "protocols", "session")
+_HOMES = ("api", "journalling", "sweeping", "errors", "identity", "layout", "protocols", "session")
 _LATER = {
     "AttentionSnapshot": "attention",
+    "Branch": "branching",
+    "Branches": "branching",
     "Conversation": "conversation",
     "Library": "library",
     "Speculated": "speculation",
     "Speculation": "speculation",
+    "Started": "starting",
+    "branch": "branching",
     "draft_of": "drafts",
     "inspect_attention": "probing",
     "probe": "probing",
+    "save_attention": "probing",
     "speculate": "speculation",
+    "start": "starting",
     "with_draft": "drafts",
 }
 """Not needed by most programs, so loaded for themselves."""

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from kvsnap import editing, sampling
 from kvsnap.drafts import same_beginning, with_draft
 from kvsnap.editing import Rope
 from kvsnap.engines.connect import connect
-from kvsnap.errors import ContextError, InputError, UnsupportedError
+from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.filing import LossReport, convert, dumps, inspect, load, loads, repair, save, verify
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine, Progress, Token
-from kvsnap.restoring import Restored, check, ids_of, placed, restore, reuse
+from kvsnap.restoring import Restored, check, ids_of, restore, reuse
 from kvsnap.shards import join, split
 
 __all__ = [
-    "Continuation",
     "LossReport",
     "Restored",
     "Rope",
@@ -39,7 +38,6 @@ __all__ = [
     "reuse",
     "save",
     "split",
-    "sweep",
     "verify",
     "warm_from_tokens",
 ]
@@ -160,62 +158,3 @@ def _tokens(engine: Engine, max_tokens: int, stop_at_end: bool) -> Iterator[Toke
         yield token
         if token.end and stop_at_end:
             return
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """One continuation of a sweep: the settings, its tokens, and the forward passes made for it.
-
-    `stop` tells why it ended: `length` (max_tokens), `end` (the model ended the text), `context` (it is full).
-    """
-
-    sampler: Sampler
-    tokens: tuple[int, ...]
-    text: str
-    logprobs: tuple[float, ...]
-    forwards: int
-    stop: str = "length"
-
-
-def _until_full(engine: Engine, settings: Sampler, max_tokens: int) -> tuple[list[Token], str]:
-    tokens: list[Token] = []
-    try:
-        for token in generate(engine, max_tokens=max_tokens, sampler=settings):
-            tokens.append(token)  # noqa: PERF402 # what is there must outlive an error
-    except ContextError:
-        if not tokens:
-            raise
-        return tokens, "context"
-    return tokens, "end" if tokens[-1].end else "length"
-
-
-def sweep(
-    snapshot: Snapshot, engine: Engine, samplers: Sequence[Sampler], *, max_tokens: int = 64, accept: Sequence[str] = ()
-) -> tuple[Continuation, ...]:
-    """Continue one snapshot under each of the samplers, without evaluating it again.
-
-    Each starts from the saved state with the random numbers of its own seed, and gives what it would give alone.
-    Identity is checked once. Afterwards the engine holds the snapshot. Raise as `restore` and `generate` do.
-    """
-    if not samplers:
-        raise InputError("a sweep needs at least one sampler")
-    restore(snapshot, engine, accept=accept)
-    snapshot = placed(snapshot, engine)
-    out = []
-    for place, settings in enumerate(samplers):
-        if place:
-            engine.install(snapshot, cast="dtype" in accept)
-        before = engine.forwards
-        tokens, stop = _until_full(engine, settings, max_tokens)
-        out.append(
-            Continuation(
-                sampler=settings,
-                tokens=tuple(t.id for t in tokens),
-                text="".join(t.text for t in tokens),
-                logprobs=tuple(t.logprob for t in tokens),
-                forwards=engine.forwards - before,
-                stop=stop,
-            )
-        )
-    engine.install(snapshot, cast="dtype" in accept)
-    return tuple(out)

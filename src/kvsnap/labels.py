@@ -6,21 +6,31 @@ A label is a line of text in the metadata of a snapshot. An engine carries those
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from kvsnap.identity import Compatibility
 from kvsnap.layout import Snapshot
 
-__all__ = ["ACCEPTED", "EDITED", "TOGETHER", "accepted_label", "inexact_because", "labels_of", "together_label"]
+__all__ = [
+    "ACCEPTED",
+    "EDITED",
+    "TOGETHER",
+    "accepted_label",
+    "inexact_because",
+    "labels_of",
+    "together_label",
+    "together_of",
+]
 
 EDITED, ACCEPTED, TOGETHER = "edited", "accepted", "speculated"
 _MOST = 500
 
 
 def labels_of(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the labels among the metadata of a snapshot."""
-    return {name: metadata[name] for name in (EDITED, ACCEPTED, TOGETHER) if name in metadata}
+    """Return the labels among the metadata of a snapshot that hold for all of its rows."""
+    return {name: metadata[name] for name in (EDITED, ACCEPTED) if name in metadata}
 
 
 def accepted_label(snapshot: Snapshot, report: Compatibility) -> Snapshot:
@@ -33,9 +43,19 @@ def accepted_label(snapshot: Snapshot, report: Compatibility) -> Snapshot:
     return replace(snapshot, metadata={**snapshot.metadata, ACCEPTED: told[:_MOST]})
 
 
-def together_label(first: int, stop: int) -> dict[str, str]:
-    """Return the label of rows from `first` up to `stop`, some evaluated with proposals; none where there are none."""
+def together_label(rows: tuple[int, int]) -> dict[str, str]:
+    """Return the label of rows from the first up to the last, some evaluated with proposals; none where none were."""
+    first, stop = rows
     return {TOGETHER: f"rows {first} to {stop - 1}"} if first < stop else {}
+
+
+def together_of(metadata: Mapping[str, str], n_rows: int) -> tuple[int, int]:
+    """Return the rows that the label names, (0, 0) without one, and all of `n_rows` where it cannot be read."""
+    if TOGETHER not in metadata:
+        return 0, 0
+    found = re.fullmatch(r"rows (\d{1,18}) to (\d{1,18})", metadata[TOGETHER])
+    first, stop = (int(found[1]), min(int(found[2]) + 1, n_rows)) if found else (0, n_rows)
+    return (first, stop) if first < stop else (0, 0)
 
 
 def inexact_because(snapshot: Snapshot) -> str:

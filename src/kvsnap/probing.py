@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import operator
+import os
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from kvsnap.attention import AttentionSnapshot, Wanted
+import numpy as np
+import numpy.typing as npt
+
+from kvsnap import files
+from kvsnap.attention import AttentionSnapshot, LayerAttention, Wanted
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.protocols import Engine
 
-__all__ = ["Probe", "inspect_attention", "probe"]
+__all__ = ["Probe", "inspect_attention", "probe", "save_attention"]
 
 
 class Probe(Protocol):
@@ -93,3 +99,61 @@ def _able(engine: Engine) -> _Attending:
         name = getattr(engine, "name", type(engine).__name__)
         raise UnsupportedError(f"the engine {name} does not show its attention")
     return engine
+
+
+# -- the arrays as a file ------------------------------------------------------------------------------------------
+
+
+def save_attention(snapshot: AttentionSnapshot, path: str | os.PathLike[str]) -> int:
+    """Write the arrays to an `.npz` file, for `numpy.load`, whole or not at all; return its length in bytes.
+
+    Its names are `architecture`, `tokens`, `positions`, and for each layer that was kept `layer.N.keys`, `.queries`,
+    `.query_rows`, `.first_row`, `.scaling`, and `.values` and `.weights` where they were kept; of cross-attention they
+    begin with `cross.N`. Nothing in it is compressed or pickled. Raise `InputError`, `MissingError` and `StorageError`
+    as `save` does.
+    """
+
+    def content(writer: files.Writer) -> None:
+        stream: Any = _Stream(writer)
+        with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
+            for name, array in _named(snapshot):
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
+
+    return files.write_whole(path, content)
+
+
+class _Stream:
+    """A file that is only written, from its start to its end."""
+
+    def __init__(self, writer: files.Writer) -> None:
+        self._writer = writer
+
+    def write(self, data: Any) -> int:
+        self._writer.write(data)
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Do nothing: the writer keeps nothing back."""
+
+
+def _named(snapshot: AttentionSnapshot) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    yield "architecture", np.array(snapshot.architecture)
+    yield "tokens", np.array(snapshot.tokens, dtype=np.int64)
+    yield "positions", snapshot.positions
+    for kind, layers in (("layer", snapshot.layers), ("cross", snapshot.cross)):
+        for layer in layers:
+            if not layer.missing:
+                yield from ((f"{kind}.{layer.index}.{name}", array) for name, array in _arrays(layer))
+
+
+def _arrays(layer: LayerAttention) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    yield "keys", layer.keys
+    yield "queries", layer.queries
+    yield "query_rows", layer.query_rows
+    yield "first_row", np.array(layer.first_row, dtype=np.int64)
+    yield "scaling", np.array(layer.scaling)
+    if layer.values is not None:
+        yield "values", layer.values
+    if layer.weights is not None:
+        yield "weights", layer.weights

@@ -18,7 +18,22 @@ from typing import Any
 import click
 
 import kvsnap
-from kvsnap.cli import _convert, _copies, _edit, _files, _keys, _library, _run, _sessions, _shards, chat
+from kvsnap.cli import (
+    _attention,
+    _convert,
+    _copies,
+    _edit,
+    _files,
+    _find,
+    _keys,
+    _library,
+    _run,
+    _serve,
+    _sessions,
+    _shards,
+    _sweep,
+    chat,
+)
 from kvsnap.cli._model import RefusedModelError, error_text
 from kvsnap.cli._names import library_option
 from kvsnap.cli._output import CheckFailed, examples
@@ -51,8 +66,9 @@ def root() -> None:
 
 
 _COMMANDS = (
-    *_run.COMMANDS, *chat.COMMANDS, *_files.COMMANDS, *_sessions.COMMANDS, *_copies.COMMANDS, *_library.COMMANDS,
-    *_convert.COMMANDS, *_shards.COMMANDS, *_edit.COMMANDS, *_keys.COMMANDS, demo,
+    *_run.COMMANDS, *chat.COMMANDS, *_serve.COMMANDS, *_sweep.COMMANDS, *_attention.COMMANDS, *_files.COMMANDS,
+    *_sessions.COMMANDS, *_copies.COMMANDS, *_library.COMMANDS, *_find.COMMANDS, *_convert.COMMANDS, *_shards.COMMANDS,
+    *_edit.COMMANDS, *_keys.COMMANDS, demo,
 )  # fmt: skip
 for _command in _COMMANDS:
     root.add_command(_command)

@@ -1,16 +1,14 @@
-"""Commands on a library of sessions, none of which needs a model: ls, find, rm, rename, pin, prune, collect, doctor."""
+"""Commands on a library of sessions, none of which needs a model: ls, rm, rename, pin, prune, collect, doctor."""
 
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Iterable
 
 import click
 
 import kvsnap
-from kvsnap import formats
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._names import library_option, library_path, named, open_existing
 from kvsnap.cli._output import (
@@ -25,9 +23,7 @@ from kvsnap.cli._output import (
     size,
     table,
 )
-from kvsnap.errors import FormatError, InputError, MissingError, StorageError
-from kvsnap.files import Reader
-from kvsnap.identity import Identity
+from kvsnap.errors import InputError, MissingError
 from kvsnap.library import Branch, Entry, Evicted, Library
 from kvsnap.library.names import check_name
 
@@ -132,76 +128,6 @@ def _walk(root: Branch) -> Iterable[tuple[int, tuple[bool, ...], Branch]]:
         yield len(last), last or (True,), branch
         n = len(branch.forks)
         stack += [((*last, i == n - 1), fork) for i, fork in reversed(list(enumerate(branch.forks)))]
-
-
-@click.command()
-@click.option("--tokens-from", "source", metavar="FILE", required=True, callback=named,
-              help="A file of kvsnap or another format, @NAME, or a text file of token ids (- for stdin).")  # fmt: skip
-@key_options()
-@library_option
-@json_option
-@examples(
-    "kvsnap find --tokens-from other.kvsnap",
-    'echo "1 2 3" | kvsnap find --tokens-from -',
-)
-def find(source: str, keys: Keys, as_json: bool) -> None:
-    """Find the session whose history agrees longest with some token ids, from the start.
-
-    Of a file that says which model it is of, only sessions count that this model can go on with. No tensor is read.
-    Exit code 3 when no session agrees.
-    """
-    tokens, identity = _tokens_of(source, keys)
-    with open_existing() as library:
-        found = library.find(tokens, identity)
-    if as_json:
-        emit({"path": library.path, "n_tokens": len(tokens), "found": found.to_dict() if found else None})
-    elif found is None:
-        remark(f"no session agrees with these {count(len(tokens), 'token')}")
-    else:
-        print(f"{found.name}: {found.n_tokens:,} of {count(len(tokens), 'token')} agree, "
-              f"{count(found.n_rows, 'row')} can be reused by a cut to {count(found.keep, 'token')}")  # fmt: skip
-    if found is None:
-        raise CheckFailed(MissingError.exit_code)
-
-
-def _tokens_of(source: str, keys: Keys) -> tuple[tuple[int, ...], Identity | None]:
-    if source != "-":
-        try:
-            formats.format_of(source)
-        except FormatError:
-            pass
-        else:
-            snapshot = kvsnap.load(source, mmap=False, key=keys.of(source))
-            known = snapshot.identity if snapshot.identity.weights else None
-            return snapshot.tokens, known
-    if (keys.key_file or keys.key_command) is not None:
-        raise InputError("a key was named, and token ids in a text are not encrypted", path=source)
-    words = re.split(r"[,\s]+", _text(source).strip(" ,[]\n"))
-    if not all(re.fullmatch(r"[0-9]+", word) for word in words):
-        raise FormatError("neither a file that kvsnap reads nor a text of token ids", path=source)
-    return tuple(_id(word) for word in words), None
-
-
-def _id(word: str) -> int:
-    """Return the number that these digits are. Raise `InputError` for one that no id can be."""
-    digits = word.lstrip("0")
-    if len(digits) > 10:
-        raise InputError("this is no token id", expected="0 to 2^31 - 1", found=f"a number of {len(digits)} digits")
-    return int(digits or "0")
-
-
-def _text(source: str) -> str:
-    try:
-        if source == "-":
-            return sys.stdin.read()
-        with Reader(source) as reader:
-            return reader.read_at(0, reader.size).decode()
-    except UnicodeDecodeError as error:
-        raise FormatError("neither a file that kvsnap reads nor a text of token ids", path=source) from error
-    except OSError as error:
-        if isinstance(error, kvsnap.KvsnapError):
-            raise
-        raise StorageError(f"cannot be read: {error.strerror}", errno=error.errno, path=source) from error
 
 
 @click.command()
@@ -400,4 +326,4 @@ def collect(dry_run: bool, as_json: bool) -> None:
     print(f"{count(len(report.removed), 'file')}, {size(report.nbytes)}")
 
 
-COMMANDS = (ls, find, rm, rename, pin, unpin, prune, collect, doctor)
+COMMANDS = (ls, rm, rename, pin, unpin, prune, collect, doctor)

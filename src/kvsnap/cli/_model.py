@@ -20,8 +20,8 @@ from kvsnap.layout import Sampler, SamplerState
 from kvsnap.protocols import Engine
 
 __all__ = [
-    "EMBEDDED", "ChosenModel", "RefusedModelError", "accept_option", "adapter_option", "choose_model",
-    "codec_option", "error_text", "idle_settings", "model_options",
+    "EMBEDDED", "ChosenModel", "RefusedModelError", "adapter_option", "choose_model",
+    "error_text", "idle_settings", "model_options",
     "open_engine", "parse_sampler", "refusing", "sampler_changes",
     "sampler_options", "sampler_state",
 ]  # fmt: skip
@@ -31,17 +31,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _ATTENTION = ("sdpa", "eager")
 EMBEDDED = "smollm2"
 _ADAPTER = "kvsnap.adapter"
-
-
-accept_option = click.option(
-    "--accept",
-    multiple=True,
-    metavar="FIELD",
-    help="Take on a difference: weights, dtype, tokenizer, config.NAME ... (repeatable). Then nothing is exact.",
-)
-codec_option = click.option(
-    "--codec", type=click.Choice(("exact", "q8")), help="How tensors are stored; q8 is a quarter of float32, not exact."
-)
 
 
 def model_options(function: Function) -> Function:
@@ -119,6 +108,8 @@ def sampler_changes(text: str) -> dict[str, Any]:
             raise InputError(
                 "not a sampler setting", expected=f"NAME=VALUE with NAME one of {', '.join(known)}", found=item
             )
+        if name in settings:
+            raise InputError("a sampler setting is given twice", expected=f"{name} once", found=text)
         try:
             settings[name] = known[name](value)
         except ValueError:
@@ -218,8 +209,10 @@ def error_text(error: KvsnapError) -> str:
     )
 
 
-def open_engine(model: str, dtype: str | None, attention: str | None, identity: Identity | None = None) -> Engine:
-    """Load a model, with the adapter of --adapter around it, and connect it.
+def open_engine(
+    model: str, dtype: str | None, attention: str | None, identity: Identity | None = None, *, adapted: bool = True
+) -> Engine:
+    """Load a model, with the adapter of --adapter around it if `adapted`, and connect it.
 
     What is not asked for is taken from the identity of a file, where it says so; an adapter never is.
     """
@@ -244,7 +237,7 @@ def open_engine(model: str, dtype: str | None, attention: str | None, identity: 
             report(done, total, text)
 
         context = click.get_current_context(silent=True)
-        adapter = None if context is None else context.meta.get(_ADAPTER)
+        adapter = context.meta.get(_ADAPTER) if adapted and context is not None else None
         loaded = load_model(model, dtype=dtype, attention=attention, adapter=adapter, progress=told)
     if loaded.tokenizer is None:
         remark(f"kvsnap: {model} has no tokenizer: it takes token ids (--prompt-ids) and shows them")

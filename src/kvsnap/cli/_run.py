@@ -1,12 +1,10 @@
-"""Commands that run a model: generate, resume, check, sweep."""
+"""Commands that run a model: generate, resume, check."""
 
 from __future__ import annotations
 
-import csv
 import os
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -15,17 +13,15 @@ import click
 
 import kvsnap
 from kvsnap import inspection
+from kvsnap.cli._draft import draft_options, open_draft
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._model import (
     ChosenModel,
-    accept_option,
     adapter_option,
     choose_model,
-    codec_option,
     idle_settings,
     model_options,
     open_engine,
-    parse_sampler,
     refusing,
     sampler_options,
     sampler_state,
@@ -39,7 +35,7 @@ from kvsnap.cli._names import (
     no_name,
     opened_session,
 )
-from kvsnap.cli._output import CheckFailed, count, emit, examples, json_option, progress, remark, show_table, table
+from kvsnap.cli._output import CheckFailed, emit, examples, json_option, progress, remark, show_table, table
 from kvsnap.cli._paths import check_apart, check_target, is_sealed
 from kvsnap.cli._turn import Turn, prompt_ids, restored
 from kvsnap.errors import CompatibilityError, ContextError, FormatError, InputError, MissingError, StorageError
@@ -48,11 +44,27 @@ from kvsnap.labels import inexact_because
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine
 
-__all__ = ["COMMANDS"]
+__all__ = [
+    "COMMANDS", "accept_option", "chat_option", "check_count", "codec_option", "ids_of", "ids_option",
+    "max_tokens_option", "prompt_of",
+]  # fmt: skip
 
-_max_tokens = click.option("--max-tokens", type=int, default=64, show_default=True, help="Stop after this many tokens.")
-_chat = click.option("--chat", is_flag=True, help="Give the prompt as a user message, by the model's chat template.")
-_ids = click.option(
+accept_option = click.option(
+    "--accept",
+    multiple=True,
+    metavar="FIELD",
+    help="Take on a difference: weights, dtype, tokenizer, config.NAME ... (repeatable). Then nothing is exact.",
+)
+codec_option = click.option(
+    "--codec", type=click.Choice(("exact", "q8")), help="How tensors are stored; q8 is a quarter of float32, not exact."
+)
+max_tokens_option = click.option(
+    "--max-tokens", type=int, default=64, show_default=True, help="Stop after this many tokens."
+)
+chat_option = click.option(
+    "--chat", is_flag=True, help="Give the prompt as a user message, by the model's chat template."
+)
+ids_option = click.option(
     "--prompt-ids", metavar="IDS", help='Token ids as "1 2 3" in place of a text, for a model without a tokenizer.'
 )
 _every = click.option(
@@ -61,7 +73,7 @@ _every = click.option(
 _overwrite = click.option("--overwrite", is_flag=True, help="Let --save replace a snapshot that is there already.")
 
 
-def _prompt_of(
+def prompt_of(
     prompt: str | None, prompt_file: str | None, ids: str | None, *, chat: bool, needed: bool
 ) -> str | tuple[int, ...]:
     """Return the text or the ids of the prompt; an empty text where there is none and none is needed."""
@@ -95,7 +107,8 @@ def _text_of(prompt: str | None, prompt_file: str | None, *, needed: bool) -> st
     return text
 
 
-def _check_count(max_tokens: int) -> None:
+def check_count(max_tokens: int) -> None:
+    """Raise `InputError` for a number of tokens that is none."""
     if max_tokens < 1:
         raise InputError("--max-tokens is too small", expected="1 or more", found=max_tokens)
 
@@ -109,7 +122,7 @@ def _check_every(every: int | None, *, session: bool, option: str) -> None:
         )
 
 
-def _ids_of(engine: Engine, prompt: str | tuple[int, ...], *, chat: bool) -> tuple[int, ...]:
+def ids_of(engine: Engine, prompt: str | tuple[int, ...], *, chat: bool) -> tuple[int, ...]:
     if isinstance(prompt, tuple):
         return prompt
     return prompt_ids(engine, prompt, chat=chat) if prompt else ()
@@ -129,8 +142,8 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
 @click.command()
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", metavar="PATH", help="Read the prompt from a file (- for stdin).")
-@_ids
-@_chat
+@ids_option
+@chat_option
 @click.option("--save", metavar="FILE", callback=no_name, help="Write a sealed snapshot of the state at the end.")
 @_overwrite
 @click.option(
@@ -140,9 +153,10 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
 @_every
 @key_options(writes=True)
 @codec_option
-@_max_tokens
+@max_tokens_option
 @model_options
 @adapter_option
+@draft_options
 @sampler_options
 @library_option
 @json_option
@@ -165,8 +179,8 @@ def generate(
     or by a full context, what was generated so far is saved all the same. In a session a turn that the model did not
     end itself is marked as cut off.
     """
-    given = _prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=True)
-    _check_count(max_tokens)
+    given = prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=True)
+    check_count(max_tokens)
     _check_every(every, session=session_file is not None, option="--session")
     if save is not None:
         check_target(save, overwrite=overwrite)
@@ -185,12 +199,13 @@ def generate(
         warnings = _warned(sampler, _settings_of(snapshot))
         identity = None if snapshot is None or not snapshot.tokens else snapshot.identity
         engine = open_engine(chosen.name, dtype, attention, identity)
+        draft = open_draft(dtype, attention)
         back = None
         if snapshot is not None and snapshot.tokens:
-            back = restored(snapshot, engine, (), sampler_state(snapshot.sampler, sampler))
+            back = restored(snapshot, engine, (), sampler_state(snapshot.sampler, sampler), draft=draft)
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
-                    metadata={**metadata, "model": chosen.recorded})  # fmt: skip
-        turn.run(_ids_of(engine, given, chat=chat), None if back else Sampler(**sampler), every=every,
+                    draft=draft, metadata={**metadata, "model": chosen.recorded})  # fmt: skip
+        turn.run(ids_of(engine, given, chat=chat), None if back else Sampler(**sampler), every=every,
                  opened=lambda: session or opened.enter_context(opened_session(session_file or "")))  # fmt: skip
         turn.store(save=save, session=session, session_file=session_file, locked=keys.saving())
     turn.finish()
@@ -200,8 +215,8 @@ def generate(
 @click.argument("file", callback=named)
 @click.option("--prompt", metavar="TEXT", help="Evaluate this text first.")
 @click.option("--prompt-file", metavar="PATH", help="Read that text from a file (- for stdin).")
-@_ids
-@_chat
+@ids_option
+@chat_option
 @click.option("--save", metavar="FILE2", callback=no_name, help="Write a sealed snapshot of the new state.")
 @_overwrite
 @click.option("--append", is_flag=True, help="Append the new turn to FILE, which is a session.")
@@ -210,9 +225,10 @@ def generate(
 @codec_option
 @accept_option
 @click.option("--refuse-non-finite", "refuse", is_flag=True, help="Restore nothing that holds NaN or infinite values.")
-@_max_tokens
+@max_tokens_option
 @model_options
 @adapter_option
+@draft_options
 @sampler_options
 @library_option
 @json_option
@@ -233,10 +249,10 @@ def resume(
     numbers go on as saved; options replace single settings. On stderr: tokens reused and recomputed, forward passes and
     time to the first token, and whether the continuation is exact.
     """
-    given = _prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=False)
+    given = prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=False)
     if chat and not given:
         raise click.UsageError("--chat needs --prompt or --prompt-file")
-    _check_count(max_tokens)
+    check_count(max_tokens)
     _check_every(every, session=append, option="--append")
     if save is not None:
         check_target(save, overwrite=overwrite)
@@ -258,11 +274,12 @@ def resume(
         chosen = opened.enter_context(refusing(choose_model(model, snapshot.metadata)))
         warnings = _warned(sampler, _settings_of(snapshot))
         engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
+        draft = open_draft(dtype, attention)
         back = restored(snapshot, engine, accept, sampler_state(snapshot.sampler, sampler),
-                        non_finite="refuse" if refuse else "allow")  # fmt: skip
+                        non_finite="refuse" if refuse else "allow", draft=draft)  # fmt: skip
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
-                    metadata={**snapshot.metadata, "model": chosen.recorded})  # fmt: skip
-        turn.run(_ids_of(engine, given, chat=chat), None, every=every, opened=lambda: session)
+                    draft=draft, metadata={**snapshot.metadata, "model": chosen.recorded})  # fmt: skip
+        turn.run(ids_of(engine, given, chat=chat), None, every=every, opened=lambda: session)
         turn.store(save=save, session=session, locked=keys.saving())
     turn.finish()
 
@@ -330,68 +347,4 @@ def _show_check(found: Compatibility, chosen: ChosenModel, room: int | None, rea
     print(f"resume: {answer}")
 
 
-@click.command()
-@click.argument("file", callback=named)
-@click.option(
-    "--sampler", "samplers", multiple=True, required=True, metavar="SETTINGS",
-    help='As "temperature=0.7,top_p=0.9,seed=1", or "greedy"; once for each continuation.',
-)  # fmt: skip
-@_max_tokens
-@accept_option
-@click.option("--csv", "as_csv", is_flag=True, help="Print one CSV line for each continuation.")
-@model_options
-@adapter_option
-@library_option
-@key_options()
-@json_option
-@examples(
-    'kvsnap sweep story.kvsnap --sampler greedy --sampler "temperature=0.7,seed=1" --sampler "temperature=1.2,seed=1"',
-)
-def sweep(
-    file: str, samplers: Sequence[str], max_tokens: int, accept: tuple[str, ...], as_csv: bool, model: str | None,
-    dtype: str | None, attention: str | None, keys: Keys, as_json: bool,
-) -> None:  # fmt: skip
-    """Continue FILE under several sampler settings; its history is evaluated for none of them."""
-    if as_csv and as_json:
-        raise click.UsageError("--csv and --json exclude each other")
-    settings = [parse_sampler(text) for text in samplers]
-    _check_count(max_tokens)
-    snapshot = kvsnap.load(file, key=keys.of(file))
-    count_as_use(file)
-    chosen = choose_model(model, snapshot.metadata)
-    with refusing(chosen):
-        engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
-        found = kvsnap.sweep(snapshot, engine, settings, max_tokens=max_tokens, accept=accept)
-    rows = [
-        {
-            "sampler": text,
-            "tokens": list(c.tokens),
-            "text": c.text,
-            "mean_logprob": sum(c.logprobs) / len(c.logprobs),
-            "forwards": c.forwards,
-            "stop": c.stop,
-        }
-        for text, c in zip(samplers, found, strict=True)
-    ]
-    if as_json:
-        emit({"path": file, "history": len(snapshot.tokens), "continuations": rows})
-    elif as_csv:
-        writer = csv.writer(sys.stdout)
-        writer.writerow(("sampler", "n_tokens", "mean_logprob", "forwards", "stop", "text"))
-        writer.writerows(
-            (r["sampler"], len(c.tokens), f"{r['mean_logprob']:.4f}", c.forwards, c.stop, c.text)
-            for r, c in zip(rows, found, strict=True)
-        )
-    else:
-        from rich.markup import escape
-
-        numbers = ("tokens", "mean logprob", "forwards")
-        made = table("sampler", *numbers, "stop", "text", right=numbers)
-        for row, c in zip(rows, found, strict=True):
-            made.add_row(escape(str(row["sampler"])), str(len(c.tokens)), f"{row['mean_logprob']:.3f}",
-                         str(c.forwards), c.stop, escape(c.text))  # fmt: skip
-        show_table(made)
-        remark(f"from {count(len(snapshot.tokens), 'token')} that were not evaluated again")
-
-
-COMMANDS = (generate, resume, check, sweep)
+COMMANDS = (generate, resume, check)

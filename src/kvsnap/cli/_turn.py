@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import kvsnap
 from kvsnap.api import Restored
+from kvsnap.cli._draft import Drafted, show_speculated
 from kvsnap.cli._names import opened_session
 from kvsnap.cli._output import (
     CheckFailed,
@@ -28,6 +29,7 @@ from kvsnap.journalling import UNFINISHED, Journalled, journal
 from kvsnap.layout import Sampler, SamplerState, Snapshot
 from kvsnap.protocols import Engine, Token
 from kvsnap.session import Session
+from kvsnap.speculation import Speculation
 
 __all__ = ["INTERRUPTED", "STOPS", "Turn", "interruption", "is_whole", "prompt_ids", "restored"]
 
@@ -67,6 +69,7 @@ def restored(
     sampler: SamplerState | None,
     *,
     non_finite: Literal["allow", "refuse"] = "allow",
+    draft: Drafted | None = None,
 ) -> Restored | None:
     """Restore a snapshot with a progress bar; None when it holds no tokens (then there is nothing to restore)."""
     if not snapshot.tokens:
@@ -74,7 +77,8 @@ def restored(
             engine.sampler = sampler
         return None
     with progress("restoring") as report:
-        done = kvsnap.restore(snapshot, engine, accept=accept, non_finite=non_finite, progress=report)
+        done = kvsnap.restore(snapshot, engine, accept=accept, non_finite=non_finite, progress=report,
+                              draft=None if draft is None else draft.engine)  # fmt: skip
     if sampler is not None:
         engine.sampler = sampler
     return done
@@ -128,12 +132,18 @@ class Turn:
     facts: dict[str, Any] = field(default_factory=dict)
     stop: str = "length"
     journalled: Journalled | None = None
+    draft: Drafted | None = None
+    speculation: Speculation | None = None
 
     def _stream(
         self, ids: Sequence[int], sampler: Sampler | None, every: int | None, opened: Callable[[], Session | None]
     ) -> Iterator[Token]:
         with waiting(f"reading {count(len(ids), 'token')}"):
-            stream = kvsnap.generate(self.engine, ids, max_tokens=self.max_tokens, sampler=sampler)
+            stream: Iterator[Token]
+            if self.draft is None:
+                stream = kvsnap.generate(self.engine, ids, max_tokens=self.max_tokens, sampler=sampler)
+            else:
+                stream = self.speculation = self.draft.speculate(self.engine, tuple(ids), self.max_tokens, sampler)
         # Opened after the prompt, whose errors leave no session behind.
         session = opened() if every else None
         if session is None or every is None:
@@ -197,6 +207,8 @@ class Turn:
             seed=None if engine.sampler.settings.greedy else engine.sampler.random.seed,
             warnings=list(self.warnings),
         )
+        if self.speculation is not None:
+            self.facts["speculated"] = self.speculation.done.to_dict()
 
     def store(
         self, *, save: str | None, session: Session | None, session_file: str | None = None, locked: Mapping[str, Any],
@@ -210,8 +222,9 @@ class Turn:
         started = time.perf_counter()
         start = 0 if save is not None or session is None else session.n_rows
         with progress("hashing the weights") as report:
-            snapshot = kvsnap.capture(self.engine, start=start, settle=True, progress=report)
-        snapshot = replace(snapshot, metadata={**self.metadata, "stop": self.stop})
+            draft = None if self.draft is None else self.draft.engine
+            snapshot = kvsnap.capture(self.engine, start=start, settle=True, progress=report, draft=draft)
+        snapshot = replace(snapshot, metadata={**self.metadata, **snapshot.metadata, "stop": self.stop})
         captured = time.perf_counter()
         self.facts["capture_s"] = captured - started
         if save is not None:
@@ -278,6 +291,8 @@ class Turn:
         if facts["prompt_tokens"]:
             remark(f"{count(facts['prompt_tokens'], 'prompt token')} in {seconds(facts['prompt_s'])}")
         remark(f"{count(facts['generated_tokens'], 'token')} generated ({rate:.1f}/s, {STOPS[self.stop]}{seed})")
+        if "speculated" in facts:
+            show_speculated(facts["speculated"])
         if self.stop == "context":
             limit, asked = facts["context_limit"], self.max_tokens
             taken = f"{facts['positions']:,} of {limit:,} positions are taken" if limit else "no position is left"

@@ -18,7 +18,7 @@ from kvsnap.engines._tf_state import Line, check_ids, check_room, straightened
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.layout import PositionRun, Run, join_positions, join_runs
 
-__all__ = ["lines_in", "only_rows"]
+__all__ = ["first_generated", "lines_in", "only_rows"]
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -77,6 +77,12 @@ def _placed(line: Line, places: Ids, keep: Mask) -> Line:
     behind = runs[-1].start + runs[-1].count if runs else line.n_rows
     following = int(found[line.n_rows]) if len(found) > line.n_rows else behind
     return replace(line, positions=straightened(runs), offset=None if following == behind else following)
+
+
+def first_generated(line: Line) -> int:
+    """Return the first row of a generated id, or the number of rows."""
+    first = line.runs[0].count if line.runs and line.runs[0].kind == "prompt" else 0
+    return min(first, line.n_rows)
 
 
 def only_rows(cache: Any, line: Line, model: Model) -> Any:

@@ -13,7 +13,7 @@ from kvsnap.engines._tf_parts import Geometry, Part, state
 from kvsnap.engines._tf_quantised import check_sizes, refuse_rows
 from kvsnap.engines._tf_state import Line, check_ids, check_room, straightened
 from kvsnap.errors import CompatibilityError, InputError, UnsupportedError
-from kvsnap.labels import labels_of
+from kvsnap.labels import labels_of, together_of
 from kvsnap.layout import PositionRun, Snapshot
 from kvsnap.protocols import Progress
 from kvsnap.tensors import Layer, Tensor, read_all
@@ -179,6 +179,7 @@ def _line_of(snapshot: Snapshot, *, prefix: bool) -> Line:
         snapshot.tokens, tuple(snapshot.runs), snapshot.n_rows, snapshot.n_pending, logits, positions=positions,
         offset=None if snapshot.token_offset == behind else snapshot.token_offset,
         inexact_rows=snapshot.n_rows if snapshot.bound or labels else 0, bound=snapshot.bound, labels=labels,
+        together=together_of(snapshot.metadata, snapshot.n_rows),
     )  # fmt: skip
     if line.n_rows and not line.n_pending and logits is None and not prefix:
         if not line.tokens:

@@ -20,7 +20,7 @@ from kvsnap.layout import EncoderInput, SamplerState
 from kvsnap.protocols import Progress
 from kvsnap.sampling import start
 
-__all__ = ["LiveState", "live_of"]
+__all__ = ["Aside", "LiveState", "live_of"]
 
 
 def live_of(
@@ -28,6 +28,16 @@ def live_of(
 ) -> Live:
     """Return a state as it is now."""
     return Live(cache, lines, sampler, marks_of(cache), encoded, stamp)
+
+
+class Aside:
+    """A live state that was taken out of its engine, and can be taken up again once."""
+
+    __slots__ = ("live", "owner")
+
+    def __init__(self, owner: LiveState, live: Live) -> None:
+        self.owner = owner
+        self.live: Live | None = live
 
 
 class LiveState:
@@ -82,6 +92,22 @@ class LiveState:
         self._mend()
         return self._live.cache
 
+    def set_aside(self) -> Aside:
+        """Take the live state out, sampler and all, and leave an empty one; nothing is copied, no weight is read."""
+        live = self._current()
+        self._live = live_of(self._model.fresh_cache(), (Line(),), live.sampler, None, None)
+        return Aside(self, live)
+
+    def take_up(self, aside: Aside) -> None:
+        """Make a state live again that `set_aside` took out, in place of the one that is; nothing is copied.
+
+        Each state is taken up once, so that no two share memory. Raise `InputError` for one of another engine, or one
+        that was taken up already.
+        """
+        if aside.owner is not self or aside.live is None:
+            raise InputError("this state was taken up already, or is one of another engine", expected="one of its own")
+        self._live, aside.live = aside.live, None
+
     def _line(self) -> Line:
         lines = self._live.lines
         if len(lines) > 1:
@@ -113,21 +139,31 @@ class LiveState:
     @contextmanager
     def _change(self) -> Iterator[tuple[Live, Line]]:
         """Yield the state for a change in place; what is not published with `_publish` is put back as it was."""
-        live, line = self._current(), self._line()
+        line = self._line()
+        with self._change_rows() as live:
+            yield live, line
+
+    @contextmanager
+    def _change_rows(self) -> Iterator[Live]:
+        """Yield the state of a batch as `_change` does that of one sequence."""
+        live = self._current()
         self._undo = (live, Undo(live.cache))
         try:
-            yield live, line
+            yield live
         finally:
             self._mend()
 
     def _publish(self, line: Line, sampler: SamplerState) -> None:
+        self._publish_rows((line,), sampler)
+
+    def _publish_rows(self, lines: tuple[Line, ...], sampler: SamplerState) -> None:
         live, module = self._live, self._model.module
         stamp = live.stamp
         if not (live.lines[0].n_rows or live.encoded):
             stamp = stamp_of(module)
         elif stamp is not None and not stamp.holds(module):
             stamp = None  # rows of two models, and no identity is that of both
-        self._live = live_of(live.cache, (line,), sampler, live.encoded, stamp)
+        self._live = live_of(live.cache, lines, sampler, live.encoded, stamp)
 
     def _evaluate(
         self, cache: Any, line: Line, progress: Progress | None = None, positions: Sequence[int] | None = None

@@ -132,6 +132,15 @@ class Model:
             positions = range(n_rows, n_rows + len(ids))
         return self._pass(cache, ids, n_rows, positions, outputs, keep)
 
+    def evaluate_rows(
+        self, cache: Any, ids: Sequence[Sequence[int]], n_rows: int, positions: Sequence[int] | None = None
+    ) -> npt.NDArray[Any]:
+        """Evaluate equally many ids for each row of a batch, in one pass; return the last logits `[rows, vocab]`."""
+        self._check_mode()
+        if positions is None and self.cache.alone:
+            positions = range(n_rows, n_rows + len(ids[0]))
+        return self._pass_rows(cache, ids, n_rows, positions, None)
+
     def encode(self, tensors: Mapping[str, Any]) -> Any:
         """Return a cache with what the decoder uses of an encoded input, and no row: two passes, one of each.
 
@@ -162,8 +171,21 @@ class Model:
     def _pass(
         self, cache: Any, ids: Sequence[int], n_rows: int, positions: Sequence[int] | None, outputs: Any, keep: int = 1
     ) -> npt.NDArray[Any]:
+        logits: npt.NDArray[Any] = self._pass_rows(cache, (ids,), n_rows, positions, outputs, keep)[0]
+        return logits
+
+    def _pass_rows(
+        self,
+        cache: Any,
+        ids: Sequence[Sequence[int]],
+        n_rows: int,
+        positions: Sequence[int] | None,
+        outputs: Any,
+        keep: int = 1,
+    ) -> npt.NDArray[Any]:
         import torch
 
+        count = len(ids[0])
         options: dict[str, Any] = {self.cache_keyword: cache, "use_cache": True, "return_dict": True}
         if self.keeps_logits:
             options["logits_to_keep"] = keep
@@ -173,20 +195,20 @@ class Model:
         # no_grad and not inference_mode: the cache must stay usable by the user's own calls.
         with torch.inference_mode(False), torch.no_grad():
             device = _device(embedding, self.module.device)
-            given = torch.tensor([list(ids)], dtype=torch.long, device=device)
+            given = torch.tensor([list(row) for row in ids], dtype=torch.long, device=device)
             if positions is not None and not self.takes_positions:
                 raise UnsupportedError(f"{type(self.module).__name__}.forward takes no position_ids")
             if self.takes_positions:  # as generate does: not every model counts them from what its cache holds
-                places = range(n_rows, n_rows + len(ids)) if positions is None else positions
-                options["position_ids"] = torch.tensor([list(places)], dtype=torch.long, device=device)
+                places = list(range(n_rows, n_rows + count) if positions is None else positions)
+                options["position_ids"] = torch.tensor([places] * len(ids), dtype=torch.long, device=device)
             options["decoder_input_ids" if self.encodes else "input_ids"] = given
-            found = self.module(**options).logits[0, -1 if keep == 1 else slice(-keep, None)]
+            found = self.module(**options).logits[:, -1 if keep == 1 else slice(-keep, None)]
             if self.encodes and bool(found.isnan().any()):
                 raise UnsupportedError(
                     f"the logits of {self.config.model_type} are no numbers: its weights are not, or its decoder reads "
                     "the output of the encoder at every pass, which is not kept"
                 )
-            self.check(cache, n_rows + len(ids))
+            self.check(cache, n_rows + count)
             own = torch.empty(found.shape, dtype=found.dtype, device="cpu")
             own.copy_(found)
         return numpy_view(own)

@@ -33,6 +33,7 @@ class Observer:
         return self._recorder.snapshot()
 
     def settle(self) -> None:
+        """Take up what was published since, and drop what was undone."""
         if self._state is not None:
             self._state.settle_recorder(self._recorder)
 
@@ -96,6 +97,7 @@ class Observed(LiveState):
         return recorder.snapshot()
 
     def settle_recorder(self, recorder: Recorder) -> None:
+        """Tell a recorder what is held now; of a batch it is told nothing."""
         lines = self._live.lines
         if len(lines) == 1:
             recorder.settle(self._live.cache, lines[0])

@@ -113,9 +113,13 @@ class Recorder:
     def _take(self, passes: list[_Pass], line: Line) -> None:
         self._passes += passes
         self._line = line
-        last = self._wanted.last
-        if last is not None:
-            self._passes = [_trimmed(p, line.n_rows - last) for p in self._passes]
+        if self._wanted.last is None:
+            return
+        first = line.n_rows - self._wanted.last
+        for at in reversed(range(len(self._passes))):  # those before one without queries were trimmed already
+            if not any(h.queries.shape[1] for h in self._passes[at].heard.values()):
+                break
+            self._passes[at] = _trimmed(self._passes[at], first)
 
     def start(self, first: int, count: int) -> None:
         """Begin a pass over `count` rows from `first` on."""
@@ -135,9 +139,11 @@ class Recorder:
 
     def hear(self, call: Call) -> None:
         """Copy out what is wanted of a call. Raise `UnsupportedError` where its rows are not those of the pass."""
-        place, now = call.place, self._pending[0][-1]
-        if not self._wanted.has(place.index):
+        place = call.place
+        # Without a pass that was begun, a second interrupt has left the ear open: the call is not the engine's.
+        if not self._pending[0] or not self._wanted.has(place.index):
             return
+        now = self._pending[0][-1]
         what = f"{self._model.config.model_type}: layer {place.index}"
         key = (place.cross, place.index)
         if key in now.heard:

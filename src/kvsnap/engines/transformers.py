@@ -11,7 +11,8 @@ from typing import Any
 
 from kvsnap.editing import Rope
 from kvsnap.engines import _tf_text
-from kvsnap.engines._tf_adopt import lines_in, only_rows
+from kvsnap.engines._tf_adopt import first_generated, lines_in, only_rows
+from kvsnap.engines._tf_batch import Batched
 from kvsnap.engines._tf_caches import cache_fact
 from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
 from kvsnap.engines._tf_encoder import with_input, without_input
@@ -35,7 +36,7 @@ from kvsnap.sampling import choose
 __all__ = ["TransformersEngine", "recognises"]
 
 
-class TransformersEngine(Verifying):
+class TransformersEngine(Batched, Verifying):
     """One transformers model and the live state of one sequence; see `kvsnap.protocols.Engine` for each method.
 
     `prefill_step` is the most ids evaluated in one pass, `workers` the threads that read and digest, `cache` the kind
@@ -147,7 +148,7 @@ class TransformersEngine(Verifying):
             text=None if self.tokenizer is None else self.detokenize(line.tokens),
             metadata={
                 **(dict(line.labels) if start < line.inexact_rows else {}),
-                **(together_label(*line.together) if start < line.together[1] else {}),
+                **(together_label(line.together) if start < line.together[1] else {}),
             },
         )
 
@@ -204,6 +205,7 @@ class TransformersEngine(Verifying):
         position_ids: Any = None,
         evaluated: int | None = None,
         encoded: Mapping[str, Any] | None = None,
+        together: bool = False,
     ) -> None:
         """Take over a cache that `model.generate(..., return_dict_in_generate=True)` or a forward pass made.
 
@@ -212,8 +214,9 @@ class TransformersEngine(Verifying):
         prompt (by default as many as the mask has). `position_ids` `[batch, evaluated ids]` are their positions, by
         default counted without the padding, as `generate` does. `evaluated` tells how many columns the cache has
         seen, for one that only has states and does not count. `encoded` is what the encoder was given, by keyword;
-        without it a snapshot does not tell. Rows of padding are never captured. The cache object becomes the live one
-        and grows in place.
+        without it a snapshot does not tell. `together` says that generated ids were checked several at a time, by
+        assisted generation, so that their last bits can differ from those of single steps. Rows of padding are never
+        captured. The cache object becomes the live one and grows in place.
 
         Raise `UnsupportedError` for another class of cache or layer, or for a batch without a mask, and `InputError`
         where the numbers do not fit. A batch can be captured row by row; only a single sequence can be continued.
@@ -228,6 +231,8 @@ class TransformersEngine(Verifying):
             lines = (replace(lines[0], select=None, columns=None),)
             if any(held is not None and held > lines[0].n_rows for held in rows_of(cache)):
                 cut(cache, lines[0].n_rows)
+        if together:
+            lines = tuple(replace(line, together=(first_generated(line), line.n_rows)) for line in lines)
         self._live = live_of(cache, lines, self._live.sampler, given, stamp_of(self._model.module))
 
     def rope(self) -> tuple[Rope | None, ...]:

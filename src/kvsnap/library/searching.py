@@ -17,7 +17,7 @@ from kvsnap.library.catalogue import Catalogue, CatalogueLost, Row
 from kvsnap.library.contents import OK
 from kvsnap.library.place import Place
 from kvsnap.library.reports import Branch, Entry, Found
-from kvsnap.library.trie import reusable
+from kvsnap.library.trie import is_end, reusable
 from kvsnap.library.view import View
 
 __all__ = ["checked_ids", "differs", "entries", "entry", "find", "tree"]
@@ -79,11 +79,14 @@ def entry(place: Place, catalogue: Catalogue, view: View, name: str) -> Entry:
 def find(
     place: Place, catalogue: Catalogue, view: View, ids: npt.NDArray[np.int32], identity: Identity | None
 ) -> Found | None:
-    """Return the named, readable session with most rows of use for these ids; None when there is none."""
+    """Return the named, readable session with most rows of use for these ids; None when there is none.
+
+    Of equals it is one that is kept up to the end of a turn, then the one used last.
+    """
     usable = _usable(catalogue, view, identity)
     if not len(ids) or not usable:
         return None
-    best: tuple[int, int, str] | None = None
+    best: tuple[int, bool, int, str] | None = None
     chosen: tuple[Row, int] | None = None
     # Rows whose ids are not stored come on top of those that agree.
     slack = max(r.facts.n_rows + r.facts.n_pending - r.facts.n_tokens for r in usable.values())
@@ -92,8 +95,9 @@ def find(
             row = usable.get(number)
             if row is None:
                 continue
-            _, rows = reusable(row.facts, agreed)
-            rank = rows, view.last_use(row.file_id), row.file_id
+            keep, rows = reusable(row.facts, agreed)
+            # Where a turn ended its logits are there, and nothing was evaluated together with what goes.
+            rank = rows, is_end(row.facts, keep), view.last_use(row.file_id), row.file_id
             if rows and (best is None or rank > best):
                 best, chosen = rank, (row, agreed)
         if best is not None and best[0] >= reach.start + slack:

@@ -89,8 +89,8 @@ class Shelf:
         """Return the session whose history agrees longest with these ids from the start, or None.
 
         With `identity` only sessions count that a model of this identity may restore. Of several the one with most
-        reusable rows is returned, then the one used last. Reads no tensor, and no file that has not changed; counts as
-        no use. Raise `InputError` for ids outside 0..2^31-1.
+        reusable rows is returned; of equals one that is kept up to the end of a turn, then the one used last. Reads no
+        tensor, and no file that has not changed; counts as no use. Raise `InputError` for ids outside 0..2^31-1.
         """
         ids = searching.checked_ids(tokens)
         return self._look(lambda view: searching.find(self._place, self._catalogue, view, ids, identity))

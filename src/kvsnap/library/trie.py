@@ -14,7 +14,7 @@ import xxhash
 
 from kvsnap.library.contents import Facts
 
-__all__ = ["BLOCK", "Reach", "blocks", "common", "reusable"]
+__all__ = ["BLOCK", "Reach", "blocks", "common", "is_end", "reusable"]
 
 BLOCK = 256
 """Ids in a block; the last one of a history may have fewer."""
@@ -60,3 +60,10 @@ def reusable(facts: Facts, agreed: int) -> tuple[int, int]:
     unstored = facts.n_rows + facts.n_pending - facts.n_tokens
     more = min(int(ends[count, 1]) - rows, agreed + unstored - rows)
     return agreed, rows + max(0, more)
+
+
+def is_end(facts: Facts, n_tokens: int) -> bool:
+    """Tell whether a turn ended behind the first `n_tokens` ids, where a session can be cut."""
+    ends = facts.turns[:, 0]
+    place = int(np.searchsorted(ends, n_tokens))
+    return place < len(ends) and int(ends[place]) == n_tokens

@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
-from kvsnap.cli._model import accept_option, adapter_option, codec_option, model_options, sampler_options
+from kvsnap.cli._model import adapter_option, model_options, sampler_options
 from kvsnap.cli._names import library_option
 from kvsnap.cli._output import examples, json_option
+from kvsnap.cli._run import accept_option, codec_option
 from kvsnap.cli.chat.piped import Piped
 from kvsnap.cli.chat.room import Options, Room, file_of
 from kvsnap.cli.chat.terminal import Terminal, check_extra
