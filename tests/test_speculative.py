@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import kvsnap  # noqa: E402 - after the extras are known to be there
+from family_models import FAMILIES, build, known  # noqa: E402
 from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.errors import CompatibilityError, ContextError, InputError, UnsupportedError  # noqa: E402
@@ -393,3 +394,27 @@ def test_smollm2_says_the_same_with_any_draft() -> None:
         run = kvsnap.speculate(engine, draft, prompt, max_tokens=32, stop_at_end=False)
         assert [token.id for token in run] == wanted
         assert run.done.passes < 32 if draft == "lookup" else run.done.acceptance < 0.2
+
+
+@pytest.mark.parametrize("name", ["zamba2", "nemotron_h"])
+def test_a_limit_on_time_steps_that_single_steps_do_not_have_is_refused(name: str) -> None:
+    engine = TransformersEngine(family(name))
+    with pytest.raises(UnsupportedError, match="limits its time steps"):
+        kvsnap.speculate(engine, "lookup", IDS, max_tokens=3)
+    assert engine.tokens == ()
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gemma3n", "gpt_oss", "deepseek_v3", "mixtral", "lfm2"])
+def test_other_families_say_the_same(name: str) -> None:
+    model, ids = family(name), [3, 7, 11, 19, 5, 8, 2, 9, 12, 4]
+    engine, control = TransformersEngine(model), TransformersEngine(model)
+    wanted = [token.id for token in kvsnap.generate(control, ids, max_tokens=20, sampler=SAMPLER, stop_at_end=False)]
+    engine.prefill(ids)
+    engine.sampler = kvsnap.sampling.start(SAMPLER)
+    assert [token.id for token in told(engine, Oracle(control.tokens, 3), 20)] == wanted
+
+
+def family(name: str) -> Any:
+    if not known(FAMILIES[name]):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    return build(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -153,6 +154,14 @@ class Verifying(Encoding):
             raise UnsupportedError(
                 f"{self._model.config.model_type} evaluates one id at a time here, so that nothing is gained by "
                 "proposals", expected="a model that goes on from its state in a pass of several ids",
+            )  # fmt: skip
+        limits = (getattr(part, "time_step_limit", None) for part in self._model.module.modules())
+        limited = [list(limit) for limit in limits if limit is not None and tuple(limit) != (0.0, math.inf)]
+        if limited:
+            raise UnsupportedError(
+                f"{self._model.config.model_type} limits its time steps in a pass of several ids and not in one of a "
+                "single id, so that proposals would change what is generated",
+                expected=[0.0, math.inf], found=limited[0],
             )  # fmt: skip
         for index, layer in enumerate(layers_of(self._live.cache)):
             if kind_of(layer, index).quantisation(layer):
