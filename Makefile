@@ -98,7 +98,7 @@ clean-environments:  ## the environments that this file made
 	@rm -rf .venvs/run .venvs/lint .venvs/bare .venvs/fuzz .venvs/core-* .venvs/transformers-*
 
 .venvs/run/.stamp: $(STAMP_NEEDS)
-	@$(ENVIRONMENT) run "$(PYTHON)" torch smollm2 '-e .[transformers,adapters,plots,crypto,test]' '$(HQQ)'
+	@$(ENVIRONMENT) run "$(PYTHON)" torch smollm2 '-e .[transformers,adapters,plots,crypto,server,test]' '$(HQQ)'
 
 .venvs/lint/.stamp: $(STAMP_NEEDS)
 	@$(ENVIRONMENT) lint "$(PYTHON)" '-e .[dev]'
@@ -113,7 +113,7 @@ clean-environments:  ## the environments that this file made
 		{ echo "fuzz: atheris has wheels for Linux and Python 3.11 to 3.13; make fuzz PYTHON=..." >&2; exit 1; }
 
 .venvs/core-%/.stamp: $(STAMP_NEEDS)
-	@$(ENVIRONMENT) core-$* "$(PYTHON)" '-e .[crypto,test]'
+	@$(ENVIRONMENT) core-$* "$(PYTHON)" '-e .[crypto,server,test]'
 
 .venvs/transformers-%/.stamp: $(STAMP_NEEDS)
-	@$(ENVIRONMENT) transformers-$* "$(PYTHON)" torch smollm2 'transformers==$* -e .[transformers,adapters,crypto,test]'
+	@$(ENVIRONMENT) transformers-$* "$(PYTHON)" torch smollm2 'transformers==$* -e .[transformers,adapters,crypto,server,test]'

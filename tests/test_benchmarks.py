@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-ENGINE = {"conversations.py", "identity.py", "resume.py"}
+ENGINE = {"conversations.py", "identity.py", "resume.py", "server.py"}
 LIBRARY = {"common.py"}
 OLDER = {"codec_speed.py"}  # has options of its own
 

@@ -75,6 +75,8 @@ EXTRAS = {
     "torch",
 }
 EXTRAS |= {"cryptography", "jinja2", "optimum", "transformers", "zstandard"}
+# The extra of one unit, which is imported late as a whole: nothing else knows it.
+OWN = {"starlette": "server", "uvicorn": "server"}
 LATE_UNITS = {"crypto", "engines", "plots", "server", "serving", "stores"}  # need extras, so may be imported late
 
 MAX_FILE, MAX_CLASS, MAX_FUNCTION = 450, 250, 60
@@ -121,6 +123,8 @@ def import_breaches(module: str, tree: ast.Module, is_package: bool, known: set[
         for name in imported_modules(node, module, is_package, known):
             root = name.split(".")[0]
             if root != "kvsnap":
+                if OWN.get(root, unit) != unit:
+                    yield f"{module}:{node.lineno}: only {OWN[root]} may import {root}"
                 if root in EXTRAS and not late and not typing and unit != "engines":
                     yield f"{module}:{node.lineno}: {root} is an extra: import it in the function that needs it"
                 elif late and root not in EXTRAS and unit not in RIM:
@@ -247,6 +251,7 @@ LONG_CLASS = "class Long:\n" + "    x = 1\n" * MAX_CLASS
         ("kvsnap.extra", "", "not in the table"),
         ("kvsnap.session", "import torch", "torch is an extra"),
         ("kvsnap.session", "from transformers.cache_utils import Cache", "transformers is an extra"),
+        ("kvsnap.session", "import uvicorn", "only server may import uvicorn"),
         ("kvsnap.session", "def f():\n    import json", "import of json inside a function"),
         ("kvsnap.session", "def f():\n    from kvsnap.errors import InputError", "only extras may be late"),
         ("kvsnap.session", "try:\n    pass\nexcept Exception:\n    pass", "broad except (Exception)"),
@@ -268,6 +273,7 @@ def test_each_breach_is_reported(module: str, text: str, report: str) -> None:
     ("module", "text"),
     [
         ("kvsnap.engines.transformers", "import torch"),
+        ("kvsnap.server.running", "import uvicorn"),
         ("kvsnap.session", "def f():\n    import torch"),
         ("kvsnap.session", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("kvsnap.session", "from kvsnap.layout import Snapshot\nimport numpy"),

@@ -1,0 +1,162 @@
+"""Which session a request goes on with, in the process of the test: other models, texts that are no chat, failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("torch")
+
+import kvsnap
+from kvsnap.errors import CompatibilityError, StorageError
+from kvsnap.library import Library
+from kvsnap.server import Limits, Settings
+from kvsnap.server.asking import Asked
+from kvsnap.server.refusals import RefusalError, refused
+from kvsnap.server.rooms import Counts, Placed, Room
+from kvsnap.server.tenants import Tenant
+from served import TEMPLATE, chat_model, user
+
+pytestmark = pytest.mark.engine
+SETTINGS = Settings(model="tiny", min_reuse=8, limits=Limits(open_sessions=2))
+
+
+def engine_of(directory: Path, **made: Any) -> Any:
+    from kvsnap.engines.models import load_model
+
+    loaded = load_model(str(chat_model(directory, **made)))
+    return kvsnap.connect(loaded.model, loaded.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return engine_of(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def room_of(engine: Any, path: Path, **settings: Any) -> Room:
+    given = {name: getattr(SETTINGS, name) for name in SETTINGS.__dataclass_fields__}
+    return Room(engine, Settings(**{**given, **settings}), Tenant("", str(path / "library")))
+
+
+def asked(messages: list[dict[str, Any]], **template: Any) -> Asked:
+    return Asked(
+        messages=tuple(messages), max_tokens=4, stop=(), sampler=kvsnap.Sampler(), template=template, stream=False,
+        usage=False,
+    )  # fmt: skip
+
+
+def said(room: Room, messages: list[dict[str, Any]], name: str | None = None) -> tuple[Placed, Any]:
+    placed = room.place(asked(messages), name)
+    turn = placed.conversation.say(messages, max_tokens=4)
+    room.leave(placed)
+    return placed, turn
+
+
+def names(path: Path) -> list[str]:
+    with Library(path / "library", readonly=True) as library:
+        return [entry.name for entry in library.list()]
+
+
+def test_a_session_of_another_model_is_refused_or_started_anew(engine: Any, tmp_path: Path) -> None:
+    room = room_of(engine, tmp_path)
+    _, turn = said(room, user("Whose is this?"), "theirs")
+    room.close()
+    other = engine_of(tmp_path / "tiny", seed=1)
+    room = room_of(other, tmp_path)
+    with pytest.raises(CompatibilityError) as error:
+        room.place(asked(user("Whose is this?")), "theirs")
+    assert refused(error.value).status == 409
+    assert "weights" in refused(error.value).body["error"]["message"]
+    assert room.place(asked(user("Whose is this?")), None).how == "new"  # what another model holds is no beginning
+    room.close()
+    room = room_of(other, tmp_path, fresh=True)
+    _, anew = said(room, user("Whose is this?"), "theirs")
+    assert anew.reused == 0
+    commits = room.history("theirs")["commits"]
+    assert turn.prompt_tokens + 4 in [commit["n_tokens"] for commit in commits]  # and can be gone back to
+    room.close()
+
+
+def test_a_text_that_is_no_chat_is_left_alone(engine: Any, tmp_path: Path) -> None:
+    raw = "\x02user:A text that begins as a chat does, and is none."
+    with Library(tmp_path / "library") as library, library.open("raw") as session:
+        engine.reset()
+        engine.prefill(engine.tokenize(raw, special=False))
+        session.append(engine.capture())
+    room = room_of(engine, tmp_path)
+    assert room.place(asked(user("A text that begins as a chat does, and more.")), None).how == "new"
+    room.close()
+
+
+def test_tools_that_a_template_does_not_take_are_refused(tmp_path: Path) -> None:
+    room = room_of(engine_of(tmp_path / "tiny", template=TEMPLATE.split("{% endif %}", 1)[1]), tmp_path)
+    with pytest.raises(RefusalError) as error:
+        room.place(asked(user("Look."), tools=[{"type": "function"}]), None)
+    assert error.value.param == "tools"
+    assert room.listed() == []
+    room.close()
+
+
+def test_what_a_fork_leaves_behind_is_not_counted_as_its_own(engine: Any, tmp_path: Path) -> None:
+    room = room_of(engine, tmp_path)
+    said(room, user("A question that both ask: what is the first of all numbers, and why so?"))
+    placed, turn = said(room, user("A question that both ask: what is the last of all numbers, and why so?"))
+    counts = Counts.of(turn, placed)
+    assert placed.how == "forked"
+    assert turn.recomputed > 20  # as the file sees it
+    assert (counts.recomputed, counts.why) == (0, None)
+    assert counts.reused + counts.new == turn.prompt_tokens
+    room.close()
+
+
+def test_a_session_that_was_made_for_a_request_goes_with_it_when_that_fails(engine: Any, tmp_path: Path) -> None:
+    room = room_of(engine, tmp_path)
+    said(room, user("A beginning that stays where it is."), "first")
+    for name, text in ((None, "Another one."), (None, "A beginning that stays, and goes on."), ("named", "x")):
+        placed = room.place(asked(user(text)), name)
+        assert placed.made
+        room.leave(placed)
+    placed = room.place(asked(user("A beginning that stays where it is.")), "first")
+    room.leave(placed)  # was there before: it stays
+    assert names(tmp_path) == ["first"]
+    room.close()
+
+
+def test_a_turn_that_could_not_be_stored_is_stored_when_that_is_possible(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvsnap.library import LibrarySession
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise StorageError("no space", path="/somewhere")
+
+    room = room_of(engine, tmp_path)
+    placed = room.place(asked(user("Keep this.")), "kept")
+    with monkeypatch.context() as patched:
+        patched.setattr(LibrarySession, "append", full)
+        with pytest.raises(StorageError) as error:
+            placed.conversation.say(user("Keep this."), max_tokens=4)
+        room.leave(placed)
+        assert refused(error.value).status == 507
+        room.save_live()  # still no space: the next request is not the one to hear of it
+        assert room.told("kept")["n_tokens"] == 0
+    written = room.saved("kept")
+    assert written["written"] > 0
+    assert written["n_tokens"] > 10
+    room.close()
+
+
+def test_open_sessions_are_few_and_closed_when_idle(engine: Any, tmp_path: Path) -> None:
+    room = room_of(engine, tmp_path)
+    for name in "abc":
+        said(room, user(f"I am {name}, and I stay for a while."), name)
+    assert [room.told(name)["open"] for name in "abc"] == [False, True, True]
+    room.close_idle(3600)
+    assert room.told("c")["open"]
+    room.close_idle(0)
+    assert not any(one["open"] for one in room.listed())
+    assert said(room, user("I am a, and I stay for a while."), "a")[1].reused > 20
+    room.close()
