@@ -389,3 +389,37 @@ def test_a_turn_that_could_not_be_stored_is_there_and_save_tries_again(
     assert done.out.strip()  # the answer was shown
     assert ":save tries again" in done.err
     assert len(chat(":history\n").out.splitlines()) == 1  # nothing of it is in the session
+
+
+# -- the same session in generate and resume -----------------------------------------------------------------------
+
+
+def test_chat_and_generate_and_resume_take_turns_in_one_session(
+    chat: Chat, endless: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kv(*args: object) -> Any:
+        capsys.readouterr()
+        assert run([*map(str, args), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    model, limit = ("--model", endless), ("--max-tokens", 5)
+    whole = chat("one\ntwo\nthree\n", "whole", *limit, "--json", using=endless).turns
+    first = kv("generate", "one", "--chat", "--session", "@mixed", *limit, *model)
+    second = chat("two\n", "mixed", "--max-tokens", 3, "--json", using=None).turns[0]
+    rest = kv("resume", "@mixed", "--append", "--max-tokens", 2, "--every", 1)
+    third = kv("resume", "@mixed", "--prompt", "three", "--chat", "--append", *limit, "--every", 2)
+    assert first["tokens"] == whole[0]["tokens"]
+    assert second["recomputed"] == 0
+    assert second["tokens"] + rest["tokens"] == whole[1]["tokens"]
+    assert third["tokens"] == whole[2]["tokens"]
+    assert chat(":history\n", "mixed", using=None).out == chat(":history\n", "whole", using=None).out
+    more = [chat("four\n", name, *limit, "--json", using=None).turns[0] for name in ("mixed", "whole")]
+    assert more[0]["tokens"] == more[1]["tokens"]
+    assert [turn["recomputed"] for turn in more] == [0, 0]
+
+
+def test_a_text_beside_the_messages_is_not_taken_for_one(chat: Chat, model: Path) -> None:
+    assert run(["generate", "Once upon", "--session", "@raw", "--max-tokens", "3", "--model", str(model)]) == 0
+    turns = chat("one\n:history\n", "raw", "--json", using=None).turns
+    assert turns[0]["reused"] > 0  # the text stays in front
+    assert len(turns[1]["lines"]) == 2

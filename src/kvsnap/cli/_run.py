@@ -37,7 +37,7 @@ from kvsnap.cli._names import (
 )
 from kvsnap.cli._output import CheckFailed, emit, examples, json_option, progress, remark, show_table, table
 from kvsnap.cli._paths import check_apart, check_target, is_sealed
-from kvsnap.cli._turn import Turn, prompt_ids, restored
+from kvsnap.cli._turn import Turn, prompt_ids, restored, saying
 from kvsnap.errors import CompatibilityError, ContextError, FormatError, InputError, MissingError, StorageError
 from kvsnap.identity import Compatibility
 from kvsnap.labels import inexact_because
@@ -204,7 +204,8 @@ def generate(
         if snapshot is not None and snapshot.tokens:
             back = restored(snapshot, engine, (), sampler_state(snapshot.sampler, sampler), draft=draft)
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
-                    draft=draft, metadata={**metadata, "model": chosen.recorded})  # fmt: skip
+                    draft=draft, metadata={**metadata, "model": chosen.recorded},
+                    said=saying(snapshot, given, chat=chat))  # fmt: skip
         turn.run(ids_of(engine, given, chat=chat), None if back else Sampler(**sampler), every=every,
                  opened=lambda: session or opened.enter_context(opened_session(session_file or "")))  # fmt: skip
         turn.store(save=save, session=session, session_file=session_file, locked=keys.saving())
@@ -278,7 +279,8 @@ def resume(
         back = restored(snapshot, engine, accept, sampler_state(snapshot.sampler, sampler),
                         non_finite="refuse" if refuse else "allow", draft=draft)  # fmt: skip
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
-                    draft=draft, metadata={**snapshot.metadata, "model": chosen.recorded})  # fmt: skip
+                    draft=draft, metadata={**snapshot.metadata, "model": chosen.recorded},
+                    said=saying(snapshot, given, chat=chat))  # fmt: skip
         turn.run(ids_of(engine, given, chat=chat), None, every=every, opened=lambda: session)
         turn.store(save=save, session=session, locked=keys.saving())
     turn.finish()
