@@ -221,7 +221,6 @@ def test_what_is_typed_while_it_answers_comes_next_and_commands_are_completed(
     shown.type("", "C-c")
     shown.type("third", "Enter")
     shown.until(lambda _: len(messages(tmp_path)) == 4)
-    assert "restoring" not in shown.text()  # no bar of the restore is drawn into the answer
 
 
 @in_terminal
