@@ -457,3 +457,19 @@ def test_the_embedded_model_goes_on_tomorrow_where_it_was(chat: Chat) -> None:
     assert [first["logprobs"], second["logprobs"]] == [turn["logprobs"] for turn in whole]
     assert (second["recomputed"], second["why"]) == (0, None)
     assert second["reused"] >= first["prompt_tokens"]
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_weights_are_read_at_every_turn_or_once(chat: Chat, monkeypatch: pytest.MonkeyPatch, once: bool) -> None:
+    from kvsnap.engines import _tf_identity
+
+    names: list[str] = []
+    digest_of = _tf_identity.digest_of
+
+    def counting(name: str, tensor: Any) -> Any:
+        names.append(name)
+        return digest_of(name, tensor)
+
+    monkeypatch.setattr(_tf_identity, "digest_of", counting)
+    assert chat("one\ntwo\n", *(["--hash-once"] if once else [])).code == 0
+    assert (len(names) == len(set(names))) is once

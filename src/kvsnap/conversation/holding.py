@@ -110,7 +110,7 @@ class Holding:
                 snapshot = session.load()
         if not snapshot.tokens:
             self.engine.reset()
-        self.messages = session.messages
+        self.messages = session.messages if session.n_tokens else ()
         self.ends = session.message_ends
         # Where nothing was said, the history is a text that the conversation goes on from.
         said = session.tells_messages
@@ -145,6 +145,11 @@ class Holding:
     def set_sampler(self, settings: Sampler) -> None:
         """Choose tokens with these settings from now on, and the random numbers of their seed."""
         self._sampler = self.engine.sampler = start(settings)
+
+    def change_sampler(self, changes: Mapping[str, Any]) -> None:
+        """Change settings; the random numbers go on unless the seed is among them."""
+        state = replace(self._sampler, settings=replace(self._sampler.settings, **changes))
+        self._sampler = self.engine.sampler = start(state.settings) if "seed" in changes else state
 
     def _seen(self) -> tuple[Any, ...]:
         engine = self.engine

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvsnap.cli._model import adapter_option, model_options, sampler_options
+from kvsnap.cli._model import adapter_option, hash_once_option, model_options, sampler_options
 from kvsnap.cli._names import library_option
 from kvsnap.cli._output import examples, json_option
 from kvsnap.cli._run import accept_option, codec_option
@@ -40,6 +40,7 @@ __all__ = ["COMMANDS"]
 @accept_option
 @model_options
 @adapter_option
+@hash_once_option
 @sampler_options
 @library_option
 @json_option

@@ -172,7 +172,7 @@ class Room:
     def _take_options(self) -> None:
         self.notes = list(self.conversation.notes)
         if self.options.sampler:
-            self.conversation.sampler = replace(self.conversation.sampler, **self.options.sampler)
+            self.conversation.change_sampler(**self.options.sampler)
         if self.options.system is not None and self.messages and self.system != self.options.system:
             self.notes.append("--system is for a conversation that is empty; :system TEXT changes that of this one")
 
