@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvsnap.sampling import start
 from kvsnap.server import Limits, Settings
 from kvsnap.server.app import Service, application
 from kvsnap.server.asking import Asked
+from kvsnap.server.exchange import Ended, Exchange
 from kvsnap.server.gate import Gate
 from kvsnap.server.refusals import RefusalError, refused
 from kvsnap.server.rooms import Counts, Placed, Room
@@ -274,6 +276,35 @@ def test_an_answer_that_cannot_be_stored_is_507_and_is_not_called_done(
     assert "/somewhere" not in got.text
     with Library(tmp_path / "library", readonly=True) as library:
         assert library.list()[0].n_tokens > 20  # and was stored then
+
+
+def test_the_end_of_an_answer_is_told_when_the_line_is_free(engine: Any, tmp_path: Path) -> None:
+    import httpx
+
+    settings = replace(SETTINGS, limits=replace(SETTINGS.limits, waiting=0))
+    service = Service(engine, settings, (tenant_of(tmp_path),), 0)
+    told, busy = Exchange._tell, []
+
+    def seen(going: Exchange, event: Any) -> None:
+        if isinstance(event, Ended):
+            busy.append(service.line._busy)
+        told(going, event)
+
+    @asynccontextmanager
+    async def lives(_: Any) -> Any:
+        yield
+
+    async def main() -> list[int]:
+        way = httpx.ASGITransport(Gate(application(service, lives), None, tenant_of(tmp_path)))
+        async with httpx.AsyncClient(transport=way, base_url="http://localhost") as client:
+            body = {"messages": user("Again and again."), "max_tokens": 1}
+            return [(await client.post("/v1/chat/completions", json=body)).status_code for _ in range(5)]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Exchange, "_tell", seen)
+        assert asyncio.run(asyncio.wait_for(main(), 60)) == [200] * 5
+    service.close()
+    assert busy == [False] * 5
 
 
 def test_a_model_without_a_template_is_refused_before_anyone_asks(tmp_path: Path) -> None:
