@@ -355,7 +355,10 @@ def test_a_model_without_a_template_says_how_to_go_on(chat: Chat, tmp_path: Path
     done = chat("hello\n", using=plain)
     assert done.code == 2
     assert "no chat template" in done.err
-    assert "kvsnap resume @chat --prompt TEXT --append" in done.err
+    assert "kvsnap generate TEXT --session @chat" in done.err
+    begun = str(tmp_path / "begun.kvsnap")
+    assert run(["generate", "text", "--session", begun, "--model", str(plain), "--max-tokens", "1"]) == 0
+    assert f"kvsnap resume {begun} --prompt TEXT --append" in chat("hello\n", begun, using=plain).err
     for file in plain.glob("tokenizer*"):
         file.unlink()
     done = chat("hello\n", using=plain)

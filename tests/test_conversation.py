@@ -581,6 +581,18 @@ def test_a_session_of_another_model_is_refused_or_left(tmp_path: Path) -> None:
         assert Conversation(chat_engine(), session).say("more", max_tokens=5).recomputed == 0
 
 
+def test_no_difference_can_be_accepted_that_a_session_could_not_store(tmp_path: Path) -> None:
+    with Session.open(tmp_path / "s.kvsnap") as session:
+        Conversation(chat_engine(), session).say("hello", max_tokens=5)
+        history, other = session.history, chat_engine(seed=1)
+        with pytest.raises(CompatibilityError, match="one model only"):
+            Conversation(other, session, accept=["weights"])
+        assert session.history == history
+        assert not other.tokens
+        fresh = Conversation(other, session, accept=["weights"], on_mismatch="fresh")
+        assert fresh.say("hello", max_tokens=5).reused == 0
+
+
 def test_a_full_context_names_both_numbers_and_loses_nothing(tmp_path: Path) -> None:
     engine = chat_engine(max_position_embeddings=64)
     with Session.open(tmp_path / "s.kvsnap") as session:

@@ -264,7 +264,8 @@ class Compatibility:
             )
         if not self.context_fits:
             raise ContextError(
-                f"the snapshot needs {self.needed} positions, the context of this model holds {self.limit}"
+                f"the snapshot needs {self.needed} positions, the context of this model holds {self.limit}: cut "
+                "it (truncate), or start anew"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kvsnap import inspection, sampling
 from kvsnap.drafts import restore_draft
-from kvsnap.errors import FormatError, InputError
+from kvsnap.errors import CompatibilityError, FormatError, InputError
 from kvsnap.formats import colikv
 from kvsnap.identity import Compatibility, compare
 from kvsnap.labels import accepted_label, inexact_because
@@ -18,7 +18,7 @@ from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine, Progress
 from kvsnap.session import Session
 
-__all__ = ["Policy", "Restored", "check", "ids_of", "placed", "restore", "reuse"]
+__all__ = ["Policy", "Restored", "check", "check_one_model", "ids_of", "placed", "restore", "reuse"]
 
 Policy = Literal["allow", "report", "refuse"]
 """What a restore does about NaN and infinite values: nothing, look and tell, look and refuse."""
@@ -79,6 +79,25 @@ def check(
     found = engine.identity(progress)
     shard = str(snapshot.shard or "")
     return compare(snapshot.identity, found, accept=accept, needed=needed, limit=engine.context_limit, shard=shard)
+
+
+def check_one_model(
+    snapshot: Snapshot, engine: Engine, *, accept: Sequence[str] = (), progress: Progress | None = None
+) -> None:
+    """Raise `CompatibilityError` where what was accepted keeps a session from taking a turn of this engine.
+
+    A session is of one model. So a difference that `restore` may take on is refused here, before an answer is generated
+    that could not be stored. Unknown fields are no difference. Without `accept` it is for `restore` to refuse.
+    """
+    if not accept:
+        return
+    report = check(snapshot, engine, accept=accept, progress=progress)
+    differing = [f for f in report.fields if f.level == "fatal" and f.verdict == "differ"]
+    if differing:
+        told = "; ".join(str(f) for f in differing[:4])
+        raise CompatibilityError(
+            f"a session takes turns of one model only, and what was accepted is another one: {told}", report=report
+        )
 
 
 def restore(

@@ -189,20 +189,24 @@ def choose_model(given: str | None, metadata: Mapping[str, str]) -> ChosenModel:
 class RefusedModelError(CompatibilityError):
     """The model that a command chose is not the one of the file."""
 
-    def __init__(self, error: CompatibilityError, chosen: ChosenModel, hint: str = "") -> None:
+    def __init__(self, error: CompatibilityError, chosen: ChosenModel, hint: str = "", *, turns: bool = False) -> None:
         super().__init__(error.message, report=error.report, path=error.path, offset=error.offset,
                          expected=error.expected, found=error.found)  # fmt: skip
         self.chosen = chosen
         self.hint = hint
+        self.turns = turns
 
 
 @contextmanager
-def refusing(chosen: ChosenModel, hint: str = "") -> Iterator[ChosenModel]:
-    """Yield the chosen model, and name it in a refusal, with what else can be done."""
+def refusing(chosen: ChosenModel, hint: str = "", *, turns: bool = False) -> Iterator[ChosenModel]:
+    """Yield the chosen model, and name it in a refusal, with what else can be done.
+
+    With `turns` a session would be gone on with, which takes those of one model only.
+    """
     try:
         yield chosen
     except CompatibilityError as error:
-        raise RefusedModelError(error, chosen, hint) from error
+        raise RefusedModelError(error, chosen, hint, turns=turns) from error
 
 
 def error_text(error: KvsnapError) -> str:
@@ -217,9 +221,10 @@ def error_text(error: KvsnapError) -> str:
     more = f"; and {len(bad) - 2} more" if len(bad) > 2 else ""
     text = "; ".join(str(f) for f in bad[:2])
     accept = " ".join(f"--accept {name}" for name in report.to_accept)
-    return (
-        f"{where}the snapshot is not for this model{chosen}: {text}{more}. To take it on nevertheless: {accept}{hint}"
-    )
+    what = f"To take it on nevertheless: {accept}"
+    if isinstance(error, RefusedModelError) and error.turns and any(f.verdict == "differ" for f in bad):
+        what = "A session takes turns of one model only"
+    return f"{where}the snapshot is not for this model{chosen}: {text}{more}. {what}{hint}"
 
 
 def open_engine(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,8 @@ from kvsnap.identity import Compatibility
 from kvsnap.labels import inexact_because
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine
+from kvsnap.restoring import check_one_model
+from kvsnap.session import Session
 
 __all__ = [
     "COMMANDS", "accept_option", "chat_option", "check_count", "codec_option", "ids_of", "ids_option",
@@ -70,6 +72,8 @@ ids_option = click.option(
 _every = click.option(
     "--every", type=int, metavar="N", help="Publish in the session after each N tokens, so that a kill loses no more."
 )
+_FRESH = "kvsnap generate --session FILE --fresh starts the session anew, and what is there stays in its log"
+_APART = "without --append, --accept takes another one on, and --save keeps that in a file of its own"
 _overwrite = click.option("--overwrite", is_flag=True, help="Let --save replace a snapshot that is there already.")
 
 
@@ -139,6 +143,22 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
     return Sampler() if snapshot is None or snapshot.sampler is None else snapshot.sampler.settings
 
 
+@contextmanager
+def _left(session: Session, engine: Engine, *, fresh: bool) -> Iterator[list[str]]:
+    """With `fresh` start a session anew that the model refuses inside, and yield a list that says so then."""
+    left: list[str] = []
+    try:
+        yield left
+    except (CompatibilityError, ContextError) as error:
+        if not fresh:
+            raise
+        commit = session.n_commits
+        session.reset(any_model=True)
+        engine.reset()
+        left.append(f"started anew, since {error.message} (kvsnap rewind goes back to commit {commit})")
+        remark(left[0])
+
+
 @click.command()
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", metavar="PATH", help="Read the prompt from a file (- for stdin).")
@@ -153,6 +173,8 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
 @_every
 @key_options(writes=True)
 @codec_option
+@accept_option
+@click.option("--fresh", is_flag=True, help="Start a session of another model anew; what is there stays in its log.")
 @max_tokens_option
 @model_options
 @adapter_option
@@ -170,8 +192,9 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
 )
 def generate(
     prompt: str | None, prompt_file: str | None, prompt_ids: str | None, chat: bool, save: str | None, overwrite: bool,
-    session_file: str | None, every: int | None, keys: Keys, codec: str | None, max_tokens: int, model: str | None,
-    dtype: str | None, attention: str | None, sampler: dict[str, Any], as_json: bool,
+    session_file: str | None, every: int | None, keys: Keys, codec: str | None, accept: tuple[str, ...], fresh: bool,
+    max_tokens: int, model: str | None, dtype: str | None, attention: str | None, sampler: dict[str, Any],
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate PROMPT and generate text, which is printed as it comes; --save keeps the state.
 
@@ -182,6 +205,8 @@ def generate(
     given = prompt_of(prompt, prompt_file, prompt_ids, chat=chat, needed=True)
     check_count(max_tokens)
     _check_every(every, session=session_file is not None, option="--session")
+    if session_file is None and (accept or fresh):
+        raise click.UsageError("--accept and --fresh need --session: nothing that was saved is gone on from without it")
     if save is not None:
         check_target(save, overwrite=overwrite)
     if session_file is not None:
@@ -195,14 +220,19 @@ def generate(
             session.check_open_to_turns()
             snapshot = session.load()
         metadata = {} if snapshot is None else snapshot.metadata
-        chosen = opened.enter_context(refusing(choose_model(model, metadata)))
+        chosen = opened.enter_context(refusing(choose_model(model, metadata), _FRESH, turns=True))
         warnings = _warned(sampler, _settings_of(snapshot))
         identity = None if snapshot is None or not snapshot.tokens else snapshot.identity
         engine = open_engine(chosen.name, dtype, attention, identity)
         draft = open_draft(dtype, attention)
         back = None
-        if snapshot is not None and snapshot.tokens:
-            back = restored(snapshot, engine, (), sampler_state(snapshot.sampler, sampler), draft=draft)
+        if session is not None and snapshot is not None and snapshot.tokens:
+            with _left(session, engine, fresh=fresh) as left:
+                check_one_model(snapshot, engine, accept=accept)
+                back = restored(snapshot, engine, accept, sampler_state(snapshot.sampler, sampler), draft=draft)
+            if left:
+                snapshot = session.load()
+                metadata, warnings = snapshot.metadata, [*warnings, *left]
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
                     draft=draft, metadata={**metadata, "model": chosen.recorded},
                     said=saying(snapshot, given, chat=chat))  # fmt: skip
@@ -272,10 +302,14 @@ def resume(
             count_as_use(file)
         if not snapshot.tokens and not given:
             raise InputError("nothing to go on from: the file holds no tokens; give a --prompt", path=file)
-        chosen = opened.enter_context(refusing(choose_model(model, snapshot.metadata)))
+        chosen = opened.enter_context(
+            refusing(choose_model(model, snapshot.metadata), _APART if append else "", turns=append)
+        )
         warnings = _warned(sampler, _settings_of(snapshot))
         engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
         draft = open_draft(dtype, attention)
+        if append:
+            check_one_model(snapshot, engine, accept=accept)
         back = restored(snapshot, engine, accept, sampler_state(snapshot.sampler, sampler),
                         non_finite="refuse" if refuse else "allow", draft=draft)  # fmt: skip
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,

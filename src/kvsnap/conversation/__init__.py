@@ -31,12 +31,12 @@ class Conversation:
     one the conversation is in memory only, and goes on behind what the engine holds. One thread at a time.
 
     `on_mismatch="fresh"`: a session of another model, or one that is too long for this one, is left and started anew
-    (what was there stays a commit that `session.rewind` goes back to); `notes` say so. `accept` names differences to
-    take on, as in `kvsnap.restore`. `sampler` replaces the saved settings and random numbers. `system` is the first
-    message of a conversation that is empty. `template` is handed to the chat template (`tools`, `enable_thinking`, a
-    date). `every` publishes a turn while it is generated, after so many tokens each time, so that a run that is killed
-    loses no more. `draft_reserve` positions of the context stay free. `metadata` goes into the session, text under
-    text.
+    (what was there stays a commit that `session.rewind` goes back to); `notes` say so. `accept` names fields to take on
+    that are not known, as in `kvsnap.restore`; one that differs is refused, since a session is of one model. `sampler`
+    replaces the saved settings and random numbers. `system` is the first message of a conversation that is empty.
+    `template` is handed to the chat template (`tools`, `enable_thinking`, a date). `every` publishes a turn while it is
+    generated, after so many tokens each time, so that a run that is killed loses no more. `draft_reserve` positions of
+    the context stay free. `metadata` goes into the session, text under text.
 
     With `drift="keep"` the saved tokens of a history whose messages did not change stay as they are, whatever the
     template would make of them today, and only what follows is rendered: nothing is evaluated again. The default

@@ -13,7 +13,7 @@ from kvsnap.labels import accepted_label, labels_of
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine, Progress
 from kvsnap.reach import Reach
-from kvsnap.restoring import Restored, placed, restore
+from kvsnap.restoring import Restored, check_one_model, placed, restore
 from kvsnap.sampling import start
 from kvsnap.session import Session
 
@@ -98,6 +98,7 @@ class Holding:
         self.restored = None
         if snapshot.tokens:
             try:
+                check_one_model(snapshot, self.engine, accept=self.accept, progress=self.progress)
                 self.restored = restore(
                     snapshot, self.engine, accept=self.accept, draft_reserve=self.draft_reserve, progress=self.progress
                 )

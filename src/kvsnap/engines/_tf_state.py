@@ -162,7 +162,8 @@ def check_room(taken: int, more: int, limit: int | None, holder: str = "the cont
     """Raise `ContextError` naming both numbers where `more` positions do not fit behind `taken`."""
     if limit is not None and taken + more > limit:
         raise ContextError(
-            f"the sequence would take {taken + more} positions, {holder} holds {limit}",
+            f"the sequence would take {taken + more} positions, {holder} holds {limit}: give it fewer, or go back "
+            "first (rewind, truncate)",
             expected=f"at most {limit}", found=taken + more,
         )  # fmt: skip
 

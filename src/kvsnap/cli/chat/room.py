@@ -130,9 +130,11 @@ class Room:
             snapshot = None if session is None else session.load()
             if session is not None:
                 session.check_open_to_turns()
-            chosen = opened.enter_context(refusing(choose_model(self.options.model, _metadata(snapshot)), _FRESH))
+            chosen = opened.enter_context(
+                refusing(choose_model(self.options.model, _metadata(snapshot)), _FRESH, turns=True)
+            )
             engine = self._engine_for(chosen, snapshot)
-            _check_speaks(engine, file, chosen)
+            _check_speaks(engine, file, chosen, is_new=session is None)
             if session is None:
                 session = opened.enter_context(_opened(file))
             conversation = self._conversation_of(engine, session, chosen)
@@ -294,7 +296,7 @@ def _opened(file: str) -> Iterator[Session]:
         yield session
 
 
-def _check_speaks(engine: Engine, file: str, chosen: ChosenModel) -> None:
+def _check_speaks(engine: Engine, file: str, chosen: ChosenModel, *, is_new: bool) -> None:
     """Raise unless the model takes messages: it needs a tokenizer and a chat template."""
     if getattr(engine, "tokenizer", None) is None:
         raise InputError(
@@ -304,7 +306,6 @@ def _check_speaks(engine: Engine, file: str, chosen: ChosenModel) -> None:
     try:
         engine.render([{"role": "user", "content": "?"}])
     except InputError as error:
-        raise InputError(
-            f"{chosen.name} cannot chat: {error.message}. It goes on with plain text: kvsnap resume {shown(file)} "
-            "--prompt TEXT --append"
-        ) from error
+        name = shown(file)
+        on = f"kvsnap generate TEXT --session {name}" if is_new else f"kvsnap resume {name} --prompt TEXT --append"
+        raise InputError(f"{chosen.name} cannot chat: {error.message}. It goes on with plain text: {on}") from error
