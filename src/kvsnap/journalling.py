@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvsnap.api import capture
 from kvsnap.errors import ContextError, InputError
@@ -18,13 +18,16 @@ from kvsnap.session import Session
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["UNFINISHED", "Journalled", "Shown", "journal"]
+__all__ = ["UNFINISHED", "Journalled", "Saying", "Shown", "journal"]
 
 UNFINISHED = "unfinished"
 """The word under `stop` in the metadata of a commit that was published before the run had ended."""
 
 Shown = Callable[[str], AbstractContextManager[Progress | None]]
 """Called with what is done before each step of a commit; what it yields is told of the bytes."""
+
+Saying = Callable[[str], tuple[Mapping[str, Any], ...] | None]
+"""Returns the messages of a chat once its last answer goes on with a text; None where they are not known."""
 
 
 def journal(
@@ -35,6 +38,7 @@ def journal(
     every: int = 64,
     codec: str | None = None,
     metadata: Mapping[str, str] | None = None,
+    said: Saying | None = None,
     shown: Shown | None = None,
 ) -> Journalled:
     """Hand on `tokens`, which `generate(engine, ...)` makes, and publish them in `session` as they come.
@@ -43,6 +47,7 @@ def journal(
     follows after each `every` tokens, before the last of them is handed on: a run that is killed loses fewer than
     `every` tokens that were handed on. These commits are marked as cut off. The one at the end is complete if the model
     ended the text. Each commit has `metadata` (default: that of the session), and why the run stopped under `stop`.
+    `said` makes the messages of a chat from the text that was generated so far.
 
     Raise `InputError` (`every` below 1, a session that is not the beginning of what the engine holds), and what
     `capture` and `Session.append` raise, here and while tokens are taken; the session then holds what was published.
@@ -57,7 +62,7 @@ def journal(
             expected=f"{len(stored)} ids that begin what the engine holds", found=f"{len(engine.tokens)} ids",
         )  # fmt: skip
     kept = session.load().metadata if metadata is None else metadata
-    made = Journalled(engine, session, iter(tokens), every, codec, dict(kept), shown)
+    made = Journalled(engine, session, iter(tokens), every, codec, dict(kept), said, shown)
     if engine.n_rows > session.n_rows or len(engine.tokens) > len(stored):
         made.publish(UNFINISHED)
     return made
@@ -78,6 +83,7 @@ class Journalled(Iterator[Token]):
         every: int,
         codec: str | None,
         metadata: Mapping[str, str],
+        said: Saying | None,
         shown: Shown | None,
     ) -> None:
         self.session = session
@@ -93,6 +99,7 @@ class Journalled(Iterator[Token]):
         """Time that they took: evaluating the last token, hashing the weights, writing, syncing."""
         self._engine, self._tokens, self._every, self._codec = engine, tokens, every, codec
         self._metadata, self._shown = metadata, shown or (lambda _: nullcontext())
+        self._said, self._text = said or (lambda _: None), ""
         self._waiting = 0
         self._last: Token | None = None
 
@@ -108,6 +115,7 @@ class Journalled(Iterator[Token]):
             self._end("context")
             raise
         self._last = token
+        self._text += token.text
         self._waiting += 1
         if self._waiting >= self._every:
             self.publish(UNFINISHED)
@@ -118,7 +126,8 @@ class Journalled(Iterator[Token]):
         started = time.perf_counter()
         with self._shown("hashing the weights") as progress:
             snapshot = capture(self._engine, start=self.session.n_rows, settle=True, progress=progress)
-        snapshot = replace(snapshot, metadata={**self._metadata, **snapshot.metadata, "stop": stop})
+        metadata = {**self._metadata, **snapshot.metadata, "stop": stop}
+        snapshot = replace(snapshot, metadata=metadata, messages=self._said(self._text))
         with self._shown(f"appending to {self.session.path}") as progress:
             done = self.session.append(snapshot, complete=stop == "end", codec=self._codec, progress=progress)
         self._waiting = 0

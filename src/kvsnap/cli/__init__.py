@@ -32,13 +32,14 @@ from kvsnap.cli import (
     _sessions,
     _shards,
     _sweep,
+    chat,
 )
-from kvsnap.cli._model import RefusedModelError
+from kvsnap.cli._model import RefusedModelError, error_text
 from kvsnap.cli._names import library_option
 from kvsnap.cli._output import CheckFailed, examples
 from kvsnap.cli._turn import INTERRUPTED, interruption
 from kvsnap.cli.demo import demo
-from kvsnap.errors import CompatibilityError, KvsnapError, StorageError
+from kvsnap.errors import KvsnapError, StorageError
 
 __all__ = ["main", "root", "run"]
 
@@ -65,9 +66,9 @@ def root() -> None:
 
 
 _COMMANDS = (
-    *_run.COMMANDS, *_serve.COMMANDS, *_sweep.COMMANDS, *_attention.COMMANDS, *_files.COMMANDS, *_sessions.COMMANDS,
-    *_copies.COMMANDS, *_library.COMMANDS, *_find.COMMANDS, *_convert.COMMANDS, *_shards.COMMANDS, *_edit.COMMANDS,
-    *_keys.COMMANDS, demo,
+    *_run.COMMANDS, *chat.COMMANDS, *_serve.COMMANDS, *_sweep.COMMANDS, *_attention.COMMANDS, *_files.COMMANDS,
+    *_sessions.COMMANDS, *_copies.COMMANDS, *_library.COMMANDS, *_find.COMMANDS, *_convert.COMMANDS, *_shards.COMMANDS,
+    *_edit.COMMANDS, *_keys.COMMANDS, demo,
 )  # fmt: skip
 for _command in _COMMANDS:
     root.add_command(_command)
@@ -87,19 +88,6 @@ def _error_data(error: KvsnapError) -> dict[str, Any]:
 def _other_data(kind: str, message: str, code: int) -> dict[str, Any]:
     """Return the same fields as for an error of the library."""
     return {**KvsnapError(message).to_dict(), "kind": kind, "exit_code": code}
-
-
-def _error_text(error: KvsnapError) -> str:
-    chosen = f" (compared with {error.chosen})" if isinstance(error, RefusedModelError) else ""
-    report = error.report if isinstance(error, CompatibilityError) else None
-    if report is None or not report.refusals:
-        return f"{error}{chosen}"
-    bad = report.refusals
-    where = "" if error.path is None else f"{error.path}: "
-    more = f"; and {len(bad) - 2} more" if len(bad) > 2 else ""
-    text = "; ".join(str(f) for f in bad[:2])
-    accept = " ".join(f"--accept {name}" for name in report.to_accept)
-    return f"{where}the snapshot is not for this model{chosen}: {text}{more}. To take it on nevertheless: {accept}"
 
 
 def _fail(code: int, data: dict[str, Any], text: str, *, as_json: bool) -> int:
@@ -138,7 +126,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except CheckFailed as failure:
         return failure.exit_code
     except KvsnapError as error:
-        return _fail(error.exit_code, _error_data(error), _error_text(error), as_json=as_json)
+        return _fail(error.exit_code, _error_data(error), error_text(error), as_json=as_json)
     except click.ClickException as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 and newer; before, help is printed at once
             print(error.format_message())

@@ -12,10 +12,12 @@ import numpy as np
 
 import kvsnap
 from kvsnap.attention import AttentionSnapshot, HeadFigures, LayerAttention
-from kvsnap.cli._model import adapter_option, choose_model, model_options, open_engine
-from kvsnap.cli._names import no_name
+from kvsnap.cli._keys import Keys, key_options
+from kvsnap.cli._model import adapter_option, choose_model, model_options, open_engine, refusing
+from kvsnap.cli._names import count_as_use, library_option, named, no_name
 from kvsnap.cli._output import count, emit, examples, json_option, show_table, size, table
-from kvsnap.cli._run import chat_option, ids_of, ids_option, prompt_of
+from kvsnap.cli._run import accept_option, chat_option, ids_of, ids_option, prompt_of
+from kvsnap.cli._turn import restored
 from kvsnap.errors import InputError, MissingError
 from kvsnap.protocols import Engine
 
@@ -32,6 +34,10 @@ _FIGURES = ("entropy", "first", "distance", "key_norm", "query_norm")
 @ids_option
 @chat_option
 @click.option(
+    "--after", metavar="FILE", callback=named, help="Restore a snapshot or a session first; PROMPT comes behind it."
+)
+@accept_option
+@click.option(
     "--layer", "layers", type=int, multiple=True, metavar="N",
     help="Look at this layer only, and show each of its heads; repeatable.",
 )  # fmt: skip
@@ -46,16 +52,20 @@ _FIGURES = ("entropy", "first", "distance", "key_norm", "query_norm")
 @click.option("--overwrite", is_flag=True, help="Replace FILE when it is there already.")
 @model_options
 @adapter_option
+@library_option
+@key_options()
 @json_option
 @examples(
     'kvsnap attention "The cat sat on the mat because it was tired."',
+    'kvsnap attention "And what was its name?" --after story.kvsnap',
     'kvsnap attention "The cat sat on the mat because it was tired." --layer 4 --head 0',
     "kvsnap attention --prompt-file report.txt --layer 4 --weights --npz report.npz",
 )
 def attention(
-    prompt: str | None, prompt_file: str | None, prompt_ids: str | None, chat: bool, layers: tuple[int, ...],
-    head: int | None, last: int, weights: bool, values: bool, npz: str | None, overwrite: bool, model: str | None,
-    dtype: str | None, attention: str | None, as_json: bool,
+    prompt: str | None, prompt_file: str | None, prompt_ids: str | None, chat: bool, after: str | None,
+    accept: tuple[str, ...], layers: tuple[int, ...], head: int | None, last: int, weights: bool, values: bool,
+    npz: str | None, overwrite: bool, model: str | None, dtype: str | None, attention: str | None, keys: Keys,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate PROMPT and show what each layer and head of the model attends to.
 
@@ -68,20 +78,35 @@ def attention(
     _check(layers, head, last, weights=weights, values=values, npz=npz, as_json=as_json)
     if npz is not None:
         _check_target(npz, overwrite=overwrite)
-    chosen = choose_model(model, {})
-    engine = open_engine(chosen.name, dtype, attention)
+    name, engine = _engine(after, model, dtype, attention, accept, keys)
     found = kvsnap.inspect_attention(
-        engine, ids_of(engine, given, chat=chat), weights=True, values=values, layers=layers or None, last=last or None
-    )
+        engine, ids_of(engine, given, chat=chat), behind=after is not None, weights=True, values=values,
+        layers=layers or None, last=last or None,
+    )  # fmt: skip
     if head is not None:
         found.weights(layers[0], head)  # an unknown head is told before anything is written
     written = None if npz is None else kvsnap.save_attention(found if weights else _without_weights(found), npz)
     if as_json:
-        emit({**_data(found, head, weights=weights and npz is None), "model": chosen.name, "npz": npz})
+        emit({**_data(found, head, weights=weights and npz is None), "model": name, "npz": npz})
         return
     _print(found, engine, layers, head)
     if npz is not None and written is not None:
         print(f"{npz}: {size(written)}")
+
+
+def _engine(
+    after: str | None, model: str | None, dtype: str | None, attention: str | None, accept: Sequence[str], keys: Keys
+) -> tuple[str, Engine]:
+    """Return the name of the model, and an engine that holds what the file holds, if one is given."""
+    if after is None:
+        chosen = choose_model(model, {})
+        return chosen.name, open_engine(chosen.name, dtype, attention)
+    snapshot = kvsnap.load(after, key=keys.of(after))
+    count_as_use(after)
+    with refusing(choose_model(model, snapshot.metadata)) as chosen:
+        engine = open_engine(chosen.name, dtype, attention, snapshot.identity)
+        restored(snapshot, engine, accept, None)
+    return chosen.name, engine
 
 
 def _check(

@@ -14,14 +14,16 @@ import click
 from kvsnap import sampling
 from kvsnap.api import connect
 from kvsnap.cli._output import progress, remark, waiting
-from kvsnap.errors import CompatibilityError, InputError
+from kvsnap.errors import CompatibilityError, InputError, KvsnapError
 from kvsnap.identity import Identity
 from kvsnap.layout import Sampler, SamplerState
 from kvsnap.protocols import Engine
 
 __all__ = [
-    "EMBEDDED", "ChosenModel", "RefusedModelError", "adapter_option", "choose_model", "idle_settings", "model_options",
-    "open_engine", "parse_sampler", "refusing", "sampler_options", "sampler_state",
+    "EMBEDDED", "ChosenModel", "RefusedModelError", "adapter_option", "choose_model",
+    "error_text", "idle_settings", "model_options",
+    "open_engine", "parse_sampler", "refusing", "sampler_changes",
+    "sampler_options", "sampler_state",
 ]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -90,8 +92,13 @@ def sampler_options(function: Function) -> Function:
 
 def parse_sampler(text: str) -> Sampler:
     """Return the sampler of `temperature=0.7,seed=1` or `greedy`. Raise `InputError` naming what is wrong."""
+    return Sampler(**sampler_changes(text))
+
+
+def sampler_changes(text: str) -> dict[str, Any]:
+    """Return the settings named in a text as `parse_sampler` reads it, and no others; raise as it does."""
     if text.strip() == "greedy":
-        return Sampler()
+        return {f.name: f.default for f in fields(Sampler)}
     known = {f.name: int if f.name in ("top_k", "seed") else float for f in fields(Sampler)}
     settings: dict[str, Any] = {}
     for item in text.split(","):
@@ -107,7 +114,7 @@ def parse_sampler(text: str) -> Sampler:
             settings[name] = known[name](value)
         except ValueError:
             raise InputError(f"sampler setting {name} is no number", found=value) from None
-    return Sampler(**settings)
+    return settings
 
 
 def sampler_state(saved: SamplerState | None, changes: dict[str, Any]) -> SamplerState | None:
@@ -169,19 +176,37 @@ def choose_model(given: str | None, metadata: Mapping[str, str]) -> ChosenModel:
 class RefusedModelError(CompatibilityError):
     """The model that a command chose is not the one of the file."""
 
-    def __init__(self, error: CompatibilityError, chosen: ChosenModel) -> None:
+    def __init__(self, error: CompatibilityError, chosen: ChosenModel, hint: str = "") -> None:
         super().__init__(error.message, report=error.report, path=error.path, offset=error.offset,
                          expected=error.expected, found=error.found)  # fmt: skip
         self.chosen = chosen
+        self.hint = hint
 
 
 @contextmanager
-def refusing(chosen: ChosenModel) -> Iterator[ChosenModel]:
-    """Yield the chosen model, and name it in a refusal."""
+def refusing(chosen: ChosenModel, hint: str = "") -> Iterator[ChosenModel]:
+    """Yield the chosen model, and name it in a refusal, with what else can be done."""
     try:
         yield chosen
     except CompatibilityError as error:
-        raise RefusedModelError(error, chosen) from error
+        raise RefusedModelError(error, chosen, hint) from error
+
+
+def error_text(error: KvsnapError) -> str:
+    """Return an error as one line: of a refused model the first differences, and what would take them on."""
+    chosen = f" (compared with {error.chosen})" if isinstance(error, RefusedModelError) else ""
+    hint = f"; {error.hint}" if isinstance(error, RefusedModelError) and error.hint else ""
+    report = error.report if isinstance(error, CompatibilityError) else None
+    if report is None or not report.refusals:
+        return f"{error}{chosen}{hint}"
+    bad = report.refusals
+    where = "" if error.path is None else f"{error.path}: "
+    more = f"; and {len(bad) - 2} more" if len(bad) > 2 else ""
+    text = "; ".join(str(f) for f in bad[:2])
+    accept = " ".join(f"--accept {name}" for name in report.to_accept)
+    return (
+        f"{where}the snapshot is not for this model{chosen}: {text}{more}. To take it on nevertheless: {accept}{hint}"
+    )
 
 
 def open_engine(

@@ -31,6 +31,7 @@ __all__ = [
     "no_name",
     "open_existing",
     "opened_session",
+    "resolved",
     "shown",
 ]
 
@@ -81,7 +82,8 @@ def open_existing() -> Library:
     return Library(where, readonly=True)
 
 
-def _resolved(text: str, *, may_be_new: bool) -> str:
+def resolved(text: str, *, may_be_new: bool) -> str:
+    """Return the file that a text means; one of a session that may be new is @NAME itself where there is none yet."""
     if not text.startswith("@"):
         return text
     name, where = text[1:], library_path()
@@ -99,13 +101,13 @@ def _resolved(text: str, *, may_be_new: bool) -> str:
 def named(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
     """Resolve @NAME in a parameter that means a file which is there; a callback for click."""
     if isinstance(value, tuple):
-        return tuple(_resolved(text, may_be_new=False) for text in value)
-    return None if value is None else _resolved(value, may_be_new=False)
+        return tuple(resolved(text, may_be_new=False) for text in value)
+    return None if value is None else resolved(value, may_be_new=False)
 
 
 def named_or_new(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
     """Resolve @NAME in a parameter that means a session which may be made."""
-    return None if value is None else _resolved(value, may_be_new=True)
+    return None if value is None else resolved(value, may_be_new=True)
 
 
 def no_name(_context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

@@ -37,7 +37,7 @@ from kvsnap.cli._names import (
 )
 from kvsnap.cli._output import CheckFailed, emit, examples, json_option, progress, remark, show_table, table
 from kvsnap.cli._paths import check_apart, check_target, is_sealed
-from kvsnap.cli._turn import Turn, prompt_ids, restored
+from kvsnap.cli._turn import Turn, prompt_ids, restored, saying
 from kvsnap.errors import CompatibilityError, ContextError, FormatError, InputError, MissingError, StorageError
 from kvsnap.identity import Compatibility
 from kvsnap.labels import inexact_because
@@ -45,7 +45,8 @@ from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine
 
 __all__ = [
-    "COMMANDS", "accept_option", "chat_option", "check_count", "ids_of", "ids_option", "max_tokens_option", "prompt_of",
+    "COMMANDS", "accept_option", "chat_option", "check_count", "codec_option", "ids_of", "ids_option",
+    "max_tokens_option", "prompt_of",
 ]  # fmt: skip
 
 accept_option = click.option(
@@ -54,7 +55,7 @@ accept_option = click.option(
     metavar="FIELD",
     help="Take on a difference: weights, dtype, tokenizer, config.NAME ... (repeatable). Then nothing is exact.",
 )
-_codec = click.option(
+codec_option = click.option(
     "--codec", type=click.Choice(("exact", "q8")), help="How tensors are stored; q8 is a quarter of float32, not exact."
 )
 max_tokens_option = click.option(
@@ -151,7 +152,7 @@ def _settings_of(snapshot: Snapshot | None) -> Sampler:
 )  # fmt: skip
 @_every
 @key_options(writes=True)
-@_codec
+@codec_option
 @max_tokens_option
 @model_options
 @adapter_option
@@ -203,7 +204,8 @@ def generate(
         if snapshot is not None and snapshot.tokens:
             back = restored(snapshot, engine, (), sampler_state(snapshot.sampler, sampler), draft=draft)
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
-                    draft=draft, metadata={**metadata, "model": chosen.recorded})  # fmt: skip
+                    draft=draft, metadata={**metadata, "model": chosen.recorded},
+                    said=saying(snapshot, given, chat=chat))  # fmt: skip
         turn.run(ids_of(engine, given, chat=chat), None if back else Sampler(**sampler), every=every,
                  opened=lambda: session or opened.enter_context(opened_session(session_file or "")))  # fmt: skip
         turn.store(save=save, session=session, session_file=session_file, locked=keys.saving())
@@ -221,7 +223,7 @@ def generate(
 @click.option("--append", is_flag=True, help="Append the new turn to FILE, which is a session.")
 @_every
 @key_options(writes=True)
-@_codec
+@codec_option
 @accept_option
 @click.option("--refuse-non-finite", "refuse", is_flag=True, help="Restore nothing that holds NaN or infinite values.")
 @max_tokens_option
@@ -277,7 +279,8 @@ def resume(
         back = restored(snapshot, engine, accept, sampler_state(snapshot.sampler, sampler),
                         non_finite="refuse" if refuse else "allow", draft=draft)  # fmt: skip
         turn = Turn(engine, max_tokens=max_tokens, as_json=as_json, restored=back, warnings=warnings, codec=codec,
-                    draft=draft, metadata={**snapshot.metadata, "model": chosen.recorded})  # fmt: skip
+                    draft=draft, metadata={**snapshot.metadata, "model": chosen.recorded},
+                    said=saying(snapshot, given, chat=chat))  # fmt: skip
         turn.run(ids_of(engine, given, chat=chat), None, every=every, opened=lambda: session)
         turn.store(save=save, session=session, locked=keys.saving())
     turn.finish()

@@ -25,13 +25,13 @@ from kvsnap.cli._output import (
     waiting,
 )
 from kvsnap.errors import ContextError, InputError
-from kvsnap.journalling import UNFINISHED, Journalled, journal
+from kvsnap.journalling import UNFINISHED, Journalled, Saying, journal
 from kvsnap.layout import Sampler, SamplerState, Snapshot
 from kvsnap.protocols import Engine, Token
 from kvsnap.session import Session
 from kvsnap.speculation import Speculation
 
-__all__ = ["INTERRUPTED", "STOPS", "Turn", "interruption", "is_whole", "prompt_ids", "restored"]
+__all__ = ["INTERRUPTED", "STOPS", "Turn", "interruption", "is_whole", "prompt_ids", "restored", "saying"]
 
 _MARK = "kvsnap-mark-of-an-answer"
 _NOTE = 160
@@ -105,6 +105,27 @@ def prompt_ids(engine: Engine, text: str, *, chat: bool) -> tuple[int, ...]:
     return engine.tokenize(after.removeprefix(last), special=False)
 
 
+def saying(snapshot: Snapshot | None, prompt: str | tuple[int, ...], *, chat: bool) -> Saying:
+    """Return what makes the messages of a chat that goes on with a prompt, or with an answer that was cut off."""
+    before = () if snapshot is None or not snapshot.tokens else snapshot.messages
+    answer = ""
+    if before is not None and prompt and chat:
+        before = (*before, {"role": "user", "content": prompt})
+    elif before and not prompt and snapshot is not None and snapshot.metadata.get("stop", "end") not in ("end", "stop"):
+        if before[-1]["role"] == "assistant":
+            before, answer = before[:-1], str(before[-1].get("content") or "")
+    else:
+        before = None  # a text beside the messages, or behind an answer that was complete
+    known = before
+
+    def said(text: str) -> tuple[Mapping[str, Any], ...] | None:
+        if known is None or not answer + text:
+            return known
+        return (*known, {"role": "assistant", "content": answer + text})
+
+    return said
+
+
 def _short(notes: Sequence[str]) -> str:
     """Return the first note, cut to a sentence, and how many more there are."""
     if not notes:
@@ -128,6 +149,7 @@ class Turn:
     metadata: Mapping[str, str] = field(default_factory=dict)
     warnings: Sequence[str] = ()
     codec: str | None = None
+    said: Saying | None = None
     tokens: list[Token] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     stop: str = "length"
@@ -149,7 +171,7 @@ class Turn:
         if session is None or every is None:
             return stream
         self.journalled = journal(self.engine, session, stream, every=every, codec=self.codec, metadata=self.metadata,
-                                  shown=progress)  # fmt: skip
+                                  said=self.said, shown=progress)  # fmt: skip
         return self.journalled
 
     def run(
@@ -224,7 +246,9 @@ class Turn:
         with progress("hashing the weights") as report:
             draft = None if self.draft is None else self.draft.engine
             snapshot = kvsnap.capture(self.engine, start=start, settle=True, progress=report, draft=draft)
-        snapshot = replace(snapshot, metadata={**self.metadata, **snapshot.metadata, "stop": self.stop})
+        messages = None if self.said is None else self.said("".join(token.text for token in self.tokens))
+        metadata = {**self.metadata, **snapshot.metadata, "stop": self.stop}
+        snapshot = replace(snapshot, metadata=metadata, messages=messages)
         captured = time.perf_counter()
         self.facts["capture_s"] = captured - started
         if save is not None:
