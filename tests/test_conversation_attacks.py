@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvsnap
@@ -180,6 +181,20 @@ def test_a_session_changed_while_an_answer_is_generated_is_told(engine: Any, ses
 
 
 # -- answers that were cut off -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_gone_back_to_an_answer_that_is_whole_it_is_so_still(tmp_path: Path, stored: bool) -> None:
+    engine = chat_engine(eos_token_id=list(range(128)))
+    with Session.open(tmp_path / "s.kvsnap") as session:
+        conversation = Conversation(engine, session if stored else None)
+        assert conversation.say("hello").stop == "end"
+        with conversation.stream("more") as stream:
+            pass
+        assert not stream.turn.complete
+        conversation.rewind()
+        assert conversation.complete
+        assert not stored or Conversation(chat_engine(eos_token_id=list(range(128))), session).complete
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -369,6 +384,27 @@ def test_a_message_can_speak_of_the_mark_that_is_looked_for() -> None:
     conversation.say("what is kvsnap-mark-of-an-answer now", max_tokens=4)
     text = conversation.engine.detokenize(conversation.engine.tokens)
     assert "\x02user:what is kvsnap-mark-of-an-answer now\x03" in text
+
+
+# -- exactness ---------------------------------------------------------------------------------------------------------
+
+
+def rows(snapshot: Any) -> list[bytes]:
+    return [np.ascontiguousarray(t.values()).tobytes() for layer in snapshot.layers for t in layer.tensors]
+
+
+def test_a_row_that_was_evaluated_again_is_stored_again(engine: Any, session: Session) -> None:
+    conversation = Conversation(engine, session)
+    conversation.say("a longer text to read", max_tokens=4)
+    before = rows(engine.capture().truncate(len(conversation.messages or ())))
+    turn = conversation.say((conversation.messages or ())[:1], max_tokens=4)
+    assert (turn.recomputed, turn.why and turn.why.cause) == (1, "edited")
+    assert rows(session.load()) == rows(engine.capture())
+    assert rows(session.load()) != before
+    later = conversation.say("on", max_tokens=4)
+    with Session.open(session.path, readonly=True) as read:
+        assert rows(read.load()) == rows(engine.capture())
+    assert later.recomputed == 0
 
 
 # -- labels and settings -----------------------------------------------------------------------------------------------

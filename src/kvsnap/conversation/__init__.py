@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvsnap.conversation.aligning import Why
@@ -15,7 +16,7 @@ from kvsnap.conversation.holding import Holding, OnMismatch
 from kvsnap.conversation.rendering import checked, starts_of
 from kvsnap.conversation.speaking import Drift, Speaking
 from kvsnap.conversation.turns import Message, Stream, Turn
-from kvsnap.errors import InputError
+from kvsnap.errors import InputError, StorageError
 from kvsnap.layout import Sampler
 from kvsnap.protocols import Engine, Progress, Token
 from kvsnap.restoring import Restored
@@ -162,7 +163,7 @@ class Conversation:
 
         Use it in a `with` block: left early, the turn is stored as cut off.
         """
-        self._hold()
+        self._hold_stored()
         messages = self._with(said) if isinstance(said, str) else checked(said)
         return self._speaking.begin(messages, max_tokens, _stops(stop))
 
@@ -193,7 +194,7 @@ class Conversation:
 
     def stream_on(self, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Stream:
         """Go on as `go_on` does, and return the tokens as they come."""
-        self._hold()
+        self._hold_stored()
         if self.complete or not self.messages:
             raise InputError("there is no answer to go on with: the last one is complete, or nothing was said yet")
         return self._speaking.begin_on(max_tokens, _stops(stop))
@@ -206,7 +207,7 @@ class Conversation:
         With a session that is a commit of its own, and logits, sampler and random numbers are those of that moment.
         Raise `InputError` when there are not so many.
         """
-        self._hold()
+        self._hold_stored()
         messages = self.messages
         starts = starts_of(messages) if messages else []
         if not 0 <= turns <= len(starts):
@@ -243,6 +244,12 @@ class Conversation:
     def _hold(self) -> None:
         self._speaking.end()
         self._holding.hold()
+
+    def _hold_stored(self) -> None:
+        self._hold()
+        # A turn that could not be stored gets a commit of its own, so that it can be gone back to.
+        with suppress(StorageError):
+            self._holding.save()
 
 
 def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ __all__ = ["Held", "OnMismatch", "common"]
 
 _OURS = ("stop", "preface")
 """What a conversation puts into the metadata of a session."""
-_CUT_OFF = ("length", "context", "interrupted")
 
 OnMismatch = Literal["raise", "fresh"]
 
@@ -136,9 +135,8 @@ class Held:
         self.ends = session.message_ends
         # Where nothing was said, the history is a text that the conversation goes on from.
         self.preface = _preface(snapshot.metadata, session.n_tokens) if said else session.n_tokens
-        self._stop = snapshot.metadata.get("stop", "end")
-        # A commit that goes back to an answer that was cut off does not say so: the state that it went to does.
-        self.complete = session.complete and self._stop not in _CUT_OFF
+        self._stop = snapshot.metadata.get("stop", "end") if snapshot.tokens else "end"
+        self.complete = session.complete
         told = snapshot.metadata
         self._labels = {name: told[name] for name in LABELS if name in told}
         saved = {name: text for name, text in told.items() if name not in (*_OURS, *LABELS)}
@@ -227,6 +225,10 @@ class Held:
         self.ends = tuple(e for e in self.ends if e[0] <= kept)
         self._labels = self._labels if kept else {}
         return kept, reach
+
+    def recomputed(self, reused: int) -> None:
+        """Take note that rows behind the first `reused` were evaluated again: the session holds others."""
+        self._agreed = min(self._agreed, reused)
 
     def _cut(self, n_tokens: int, *, following: bool) -> tuple[int, Reach]:
         engine, session = self.engine, self.session

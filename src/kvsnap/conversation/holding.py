@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from kvsnap.conversation.held import Held, OnMismatch
 from kvsnap.conversation.turns import Message
+from kvsnap.errors import DamagedError
 from kvsnap.labels import LABELS
 from kvsnap.layout import Snapshot
 
@@ -70,10 +72,17 @@ class Holding(Held):
             self.ends = tuple(e for e in self.ends if e[0] <= n_tokens)
             self.complete = n_tokens not in self._cut_off
         else:
-            self.session.truncate(n_tokens)
+            self.session.truncate(n_tokens, complete=self._was_complete(n_tokens))
             self.take_up()
         self.messages = messages
         self.keep()
+
+    def _was_complete(self, n_tokens: int) -> bool:
+        """Tell whether the turn that ended there was complete; one of which no commit is left counts as that."""
+        session = self._opened()
+        with suppress(DamagedError):
+            return next((t.complete for t in reversed(session.history) if t.n_tokens == n_tokens), True)
+        return True
 
     def go_back_inside(self, ids: Sequence[int], kept: int, messages: Sequence[Message]) -> None:
         """Go back to a place inside of a turn, where these are the messages and `ids` say them: `kept` stay."""

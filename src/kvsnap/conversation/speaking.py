@@ -139,6 +139,8 @@ class Speaking:
         done = engine.evaluated - evaluated
         reused = max(0, total - done)
         recomputed = max(0, min(rows, total) - reused)
+        if recomputed:
+            holding.recomputed(reused)
         if recomputed and why is None:
             why = Why(
                 reused, "", "", "logits", "the logits behind the last token are not kept, so it is evaluated again"
