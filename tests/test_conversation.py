@@ -116,6 +116,20 @@ def test_without_the_random_numbers_it_goes_on_otherwise(tmp_path: Path) -> None
     assert turn.tokens != whole.say("the other one", max_tokens=9).tokens
 
 
+def test_settings_change_and_the_random_numbers_go_on(engine: Any) -> None:
+    conversation = Conversation(engine, sampler=WARM)
+    conversation.say("hello", max_tokens=5)
+    drawn = engine.sampler.random.draws
+    assert drawn > 0
+    conversation.change_sampler(temperature=0.5, top_k=0)
+    assert (engine.sampler.random.draws, conversation.sampler) == (drawn, Sampler(temperature=0.5, seed=11))
+    conversation.change_sampler(seed=3)
+    assert (engine.sampler.random.draws, engine.sampler.random.seed) == (0, 3)
+    with pytest.raises(InputError):
+        conversation.change_sampler(temperature=-1.0)
+    assert conversation.sampler == Sampler(temperature=0.5, seed=3)
+
+
 def test_an_answer_in_other_tokens_than_the_tokenizer_would_write_stays(engine: Any, session: Session) -> None:
     said = {"role": "user", "content": "hello"}
     wrote = tuple(i for letter in "then there" for i in engine.tokenize(letter, special=False))

@@ -300,11 +300,11 @@ def test_digesting_a_tokenizer_leaves_the_garbage_collector_as_it_was(tmp_path: 
     (gc.enable if collecting else gc.disable)()
     try:
         _tf_identity._canonical.clear()
-        first = _tf_identity._tokenizer_digest(tokenizer)
+        first = _tf_identity.tokenizer_digest(tokenizer)
         assert gc.isenabled() is collecting
         _tf_identity._canonical.clear()
         tokenizer("x" * 9, truncation=True, max_length=3)  # a setting of a call is no part of what it is
-        assert _tf_identity._tokenizer_digest(tokenizer) == first
+        assert _tf_identity.tokenizer_digest(tokenizer) == first
     finally:
         gc.enable()
 

@@ -116,6 +116,10 @@ def test_without_a_name_the_longest_beginning_is_gone_on_with(server: Served) ->
     then = server.say(said)["kvsnap"]
     assert (then["how"], then["session"]) == ("continued", name)
     assert then["reused"] > 30
+    # Another one that asks the same goes its own way: what was answered meanwhile is not its to replace.
+    again = server.say(said)["kvsnap"]
+    assert again["how"] == "forked"
+    assert len(server.http.get(f"/v1/sessions/{name}/history").json()["messages"]) == 4
 
 
 def test_a_beginning_that_is_shared_is_forked_and_changes_nobody(server: Served) -> None:

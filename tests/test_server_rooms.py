@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,13 @@ pytest.importorskip("starlette")
 pytest.importorskip("torch")
 
 import kvsnap
-from kvsnap.errors import CompatibilityError, StorageError
+from kvsnap.errors import CompatibilityError, InputError, StorageError
 from kvsnap.library import Library
 from kvsnap.server import Limits, Settings
+from kvsnap.server.app import Service, application
 from kvsnap.server.asking import Asked
+from kvsnap.server.exchange import Ended, Exchange
+from kvsnap.server.gate import Gate
 from kvsnap.server.refusals import RefusalError, refused
 from kvsnap.server.rooms import Counts, Placed, Room
 from kvsnap.server.tenants import Tenant
@@ -147,6 +153,107 @@ def test_a_turn_that_could_not_be_stored_is_stored_when_that_is_possible(
     assert written["written"] > 0
     assert written["n_tokens"] > 10
     room.close()
+
+
+def posted(engine: Any, path: Path, messages: list[dict[str, Any]], *, stream: bool = False) -> Any:
+    """Ask an application in this process, as a server runs it."""
+    import httpx
+
+    service = Service(engine, SETTINGS, (tenant_of(path),), 0)
+
+    @asynccontextmanager
+    async def lives(_: Any) -> Any:
+        yield
+
+    async def main() -> Any:
+        gate = Gate(application(service, lives), None, tenant_of(path))
+        way = httpx.ASGITransport(gate, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=way, base_url="http://localhost") as client:
+            body = {"messages": messages, "max_tokens": 4, "stream": stream}
+            return await client.post("/v1/chat/completions", json=body)
+
+    try:
+        return asyncio.run(asyncio.wait_for(main(), 60))
+    finally:
+        service.close()
+
+
+def tenant_of(path: Path) -> Tenant:
+    return Tenant("", str(path / "library"))
+
+
+def test_a_bug_is_500_and_what_it_says_stays_here(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a secret of the client")
+
+    assert posted(engine, tmp_path, user("x")).status_code == 200
+    with monkeypatch.context() as patched:
+        patched.setattr(Room, "place", broken)
+        got = posted(engine, tmp_path, user("x"))
+    assert (got.status_code, got.json()["error"]["code"]) == (500, "internal")
+    assert "secret" not in got.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_cannot_be_stored_is_507_and_is_not_called_done(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    from kvsnap.library import LibrarySession
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise StorageError("no space", path="/somewhere")
+
+    whole = LibrarySession.append
+    with monkeypatch.context() as patched:
+        patched.setattr(LibrarySession, "append", full)
+        # The disk has room again when the session is closed.
+        patched.setattr(Room, "close", lambda room, close=Room.close: (patched.setattr(LibrarySession, "append", whole),
+                                                                      close(room)))  # fmt: skip
+        got = posted(engine, tmp_path, user("Keep this, please."), stream=stream)
+    assert got.status_code == (200 if stream else 507)
+    assert '"code":"storage"' in got.text
+    assert "[DONE]" not in got.text
+    assert "/somewhere" not in got.text
+    with Library(tmp_path / "library", readonly=True) as library:
+        assert library.list()[0].n_tokens > 20  # and was stored then
+
+
+def test_the_end_of_an_answer_is_told_when_the_line_is_free(engine: Any, tmp_path: Path) -> None:
+    import httpx
+
+    settings = replace(SETTINGS, limits=replace(SETTINGS.limits, waiting=0))
+    service = Service(engine, settings, (tenant_of(tmp_path),), 0)
+    told, busy = Exchange._tell, []
+
+    def seen(going: Exchange, event: Any) -> None:
+        if isinstance(event, Ended):
+            busy.append(service.line._busy)
+        told(going, event)
+
+    @asynccontextmanager
+    async def lives(_: Any) -> Any:
+        yield
+
+    async def main() -> list[int]:
+        way = httpx.ASGITransport(Gate(application(service, lives), None, tenant_of(tmp_path)))
+        async with httpx.AsyncClient(transport=way, base_url="http://localhost") as client:
+            body = {"messages": user("Again and again."), "max_tokens": 1}
+            return [(await client.post("/v1/chat/completions", json=body)).status_code for _ in range(5)]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Exchange, "_tell", seen)
+        assert asyncio.run(asyncio.wait_for(main(), 60)) == [200] * 5
+    service.close()
+    assert busy == [False] * 5
+
+
+def test_a_model_without_a_template_is_refused_before_anyone_asks(tmp_path: Path) -> None:
+    from kvsnap.server import bound, serve
+
+    engine = engine_of(tmp_path / "tiny")
+    engine.tokenizer.chat_template = None
+    with bound("127.0.0.1", 0, has_tokens=False) as where, pytest.raises(InputError, match="template"):
+        serve(engine, SETTINGS, where, library=str(tmp_path / "library"), ready=lambda _: None)
 
 
 def test_open_sessions_are_few_and_closed_when_idle(engine: Any, tmp_path: Path) -> None:

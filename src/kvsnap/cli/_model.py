@@ -21,7 +21,7 @@ from kvsnap.protocols import Engine
 
 __all__ = [
     "EMBEDDED", "ChosenModel", "RefusedModelError", "adapter_option", "choose_model",
-    "error_text", "idle_settings", "model_options",
+    "error_text", "hash_once_option", "idle_settings", "model_options",
     "open_engine", "parse_sampler", "refusing", "sampler_changes",
     "sampler_options", "sampler_state",
 ]  # fmt: skip
@@ -31,6 +31,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _ATTENTION = ("sdpa", "eager")
 EMBEDDED = "smollm2"
 _ADAPTER = "kvsnap.adapter"
+_HASH_ONCE = "kvsnap.hash-once"
 
 
 def model_options(function: Function) -> Function:
@@ -62,6 +63,18 @@ def adapter_option(function: Function) -> Function:
     return click.option(
         "--adapter", metavar="DIR", expose_value=False, callback=keep,
         help="Put an adapter that PEFT wrote (LoRA and its relatives) around the model.",
+    )(function)  # fmt: skip
+
+
+def hash_once_option(function: Function) -> Function:
+    """Add --hash-once, which `open_engine` looks up."""
+
+    def keep(context: click.Context, _: click.Parameter, value: bool) -> None:
+        context.meta[_HASH_ONCE] = value
+
+    return click.option(
+        "--hash-once", is_flag=True, expose_value=False, callback=keep,
+        help="Hash the weights once, not at every turn. A file of the model that is overwritten meanwhile is not seen.",
     )(function)  # fmt: skip
 
 
@@ -241,4 +254,5 @@ def open_engine(
         loaded = load_model(model, dtype=dtype, attention=attention, adapter=adapter, progress=told)
     if loaded.tokenizer is None:
         remark(f"kvsnap: {model} has no tokenizer: it takes token ids (--prompt-ids) and shows them")
-    return connect(loaded.model, loaded.tokenizer)
+    once = context is not None and context.meta.get(_HASH_ONCE)
+    return connect(loaded.model, loaded.tokenizer, digest="changed" if once else "always")

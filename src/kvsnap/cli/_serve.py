@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsnap import crypto
-from kvsnap.cli._model import adapter_option, choose_model, model_options, open_engine, sampler_options
+from kvsnap.cli._model import (
+    adapter_option,
+    choose_model,
+    hash_once_option,
+    model_options,
+    open_engine,
+    sampler_options,
+)
 from kvsnap.cli._names import library_option, library_path
 from kvsnap.cli._output import examples, json_option, remark
 from kvsnap.errors import ExtraMissingError, InputError
@@ -66,6 +73,7 @@ def _limits(function: Any) -> Any:
 @_limits
 @model_options
 @adapter_option
+@hash_once_option
 @sampler_options
 @library_option
 @json_option

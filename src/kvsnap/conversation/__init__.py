@@ -133,6 +133,13 @@ class Conversation:
     def sampler(self, settings: Sampler) -> None:
         self._holding.set_sampler(settings)
 
+    def change_sampler(self, **changes: Any) -> None:
+        """Change single settings of the sampler. The random numbers go on, unless a `seed` is among the changes.
+
+        Raise `InputError` for a setting that is out of range, `TypeError` for one that there is not.
+        """
+        self._holding.change_sampler(changes)
+
     # -- turns ---------------------------------------------------------------------------------------------------------
 
     def say(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvsnap.conversation.turns import Message
@@ -197,6 +197,13 @@ class Held:
     def set_sampler(self, settings: Sampler) -> None:
         """Choose tokens with these settings from now on, and the random numbers of their seed."""
         self.sampler = start(settings)
+        if self.is_held:
+            self.engine.sampler = self.sampler
+
+    def change_sampler(self, changes: Mapping[str, Any]) -> None:
+        """Change settings; the random numbers go on unless the seed is among them."""
+        state = replace(self.sampler, settings=replace(self.sampler.settings, **changes))
+        self.sampler = start(state.settings) if "seed" in changes else state
         if self.is_held:
             self.engine.sampler = self.sampler
 

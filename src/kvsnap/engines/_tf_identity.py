@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from kvsnap.engines._tf_adapters import Adapters
+from kvsnap.engines._tf_known import Known
 from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_weights import digest_of, named_tensors, quantised_kinds, size_of
 from kvsnap.identity import AdapterDigest, Identity, WeightDigest, flatten_config, quantisation_text
@@ -65,15 +66,18 @@ def identity_of(
     prefill_step: int = 0,
     cache_quantisation: str = "none",
     cache: str = "dynamic",
+    known: Known | None = None,
 ) -> Identity:
     """Digest everything anew. Weights are read where they lie; those on a GPU pass through a copy, one at a time.
+
+    With `known` weights are not read again that torch counts no change of.
 
     `cache_quantisation` is what `cache_quantisation_of` says of the live cache. Raise `UnsupportedError` naming a
     weight or an adapter that cannot be digested whole.
     """
     settings, kernels = settings_of(model.module.config)
     tensors, used = dict(named_tensors(model.module)), Adapters.of(model.module)
-    weights, adapters = _digests(tensors, used, workers, progress)
+    weights, adapters = _digests(tensors, used, workers, progress, known)
     template = getattr(tokenizer, "chat_template", None)
     return Identity(
         architecture=str(model.config.model_type),
@@ -144,16 +148,20 @@ def _is_noise(name: str, family: str) -> bool:
 
 
 def _digests(
-    tensors: Mapping[str, Any], used: Adapters, workers: int, progress: Progress | None
+    tensors: Mapping[str, Any], used: Adapters, workers: int, progress: Progress | None, known: Known | None
 ) -> tuple[tuple[WeightDigest, ...], tuple[AdapterDigest, ...]]:
     once = {id(tensor): (name, tensor) for name, tensor in tensors.items()}
     total, done = sum(size_of(tensor) for _, tensor in once.values()), 0
     found: dict[int, WeightDigest] = {}
     weights: list[WeightDigest] = []
     parts: dict[str, list[WeightDigest]] = {name: [] for name in used.used}
+
+    def digest(named: tuple[str, Any]) -> WeightDigest:
+        return digest_of(*named) if known is None else known.digest(*named, digest_of)
+
     with ThreadPoolExecutor(workers) as pool:
-        for key, digest in zip(once, pool.map(lambda named: digest_of(*named), once.values()), strict=True):
-            found[key] = digest
+        for key, digest_ in zip(once, pool.map(digest, once.values()), strict=True):
+            found[key] = digest_
             done += size_of(once[key][1])
             if progress is not None:
                 progress(done, total)

@@ -18,6 +18,7 @@ from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
 from kvsnap.engines._tf_encoder import with_input, without_input
 from kvsnap.engines._tf_identity import cache_quantisation_of, identity_of
 from kvsnap.engines._tf_install import build_cache, check_snapshot
+from kvsnap.engines._tf_known import Known
 from kvsnap.engines._tf_layers import cut, dtype_of, rows_of
 from kvsnap.engines._tf_live import live_of
 from kvsnap.engines._tf_model import Model, recognises
@@ -40,8 +41,9 @@ class TransformersEngine(Batched, Verifying):
     """One transformers model and the live state of one sequence; see `kvsnap.protocols.Engine` for each method.
 
     `prefill_step` is the most ids evaluated in one pass, `workers` the threads that read and digest, `cache` the kind
-    of cache that is filled, with options of its own (docs/engines.md). Raise `UnsupportedError` naming what in the
-    model is not supported. The model stays the user's: nothing in it is changed.
+    of cache that is filled, with options of its own (docs/engines.md). With `digest="changed"` weights are not read
+    again where torch counts no change: for a program that does not change them past torch. Raise `UnsupportedError`
+    naming what in the model is not supported. The model stays the user's: nothing in it is changed.
     """
 
     name: str = "transformers"
@@ -55,6 +57,7 @@ class TransformersEngine(Batched, Verifying):
         workers: int = 2,
         cache: str = "dynamic",
         cache_options: Mapping[str, Any] | None = None,
+        digest: str = "always",
     ) -> None:
         if not recognises(model):
             raise InputError("not a transformers model", expected="a PreTrainedModel", found=type(model).__name__)
@@ -64,6 +67,7 @@ class TransformersEngine(Batched, Verifying):
         self.model = model
         self.tokenizer = tokenizer
         self._workers = workers
+        self._known = Known.of(digest)
         self._ends = _tf_text.end_ids(self._model.module, self._model.config)
 
     # -- evaluating --------------------------------------------------------------------------------------------------
@@ -245,5 +249,5 @@ class TransformersEngine(Batched, Verifying):
         return identity_of(
             self._model, self.tokenizer, cache_dtype=self._cache_dtype(), workers=self._workers, progress=progress,
             prefill_step=self._step, cache=cache_fact(self._live.cache),
-            cache_quantisation=cache_quantisation_of(layers_of(self._live.cache)),
+            cache_quantisation=cache_quantisation_of(layers_of(self._live.cache)), known=self._known,
         )  # fmt: skip

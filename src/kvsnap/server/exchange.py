@@ -122,9 +122,15 @@ class Exchange:
         self._stopped.set()
         self._events.put_nowait(Gone())
 
-    def _done(self, running: asyncio.Task[Any]) -> None:
-        if not running.cancelled() and (error := running.exception()) is not None:
+    def _done(self, running: asyncio.Task[Ended | None]) -> None:
+        # The end is told when the turn in line is given up: who asks again at once must not meet his own request.
+        if running.cancelled():
+            return
+        error = running.exception()
+        if error is not None:
             self._events.put_nowait(Failed(error))
+        elif (ended := running.result()) is not None:
+            self._tell(ended)
 
     def _tell(self, event: Event) -> None:
         if isinstance(event, Begun):
@@ -135,9 +141,9 @@ class Exchange:
 
     # -- in the thread of the engine ---------------------------------------------------------------------------------
 
-    def _work(self, room: Room) -> None:
+    def _work(self, room: Room) -> Ended | None:
         if self._stopped.is_set():
-            return
+            return None
         room.save_live()
         placed = room.place(self._asked, self._name)
         conversation = placed.conversation
@@ -155,7 +161,7 @@ class Exchange:
             turn = stream.turn
         finally:
             room.leave(placed)
-        self._say(Ended(turn, placed))
+        return Ended(turn, placed)
 
     def _say(self, event: Event) -> None:
         if not self._loop.is_closed():

@@ -65,14 +65,15 @@ def serve(
     """Answer requests until SIGTERM or SIGINT. Return when everything is stored and closed.
 
     Without `tokens` everyone who reaches `where` uses the library in the directory `library`. `ready` is called with
-    the address once requests are taken. A second signal does not wait for the time of grace. Raise what opening a
-    library raises, and `StorageError` where something could not be stored in the end.
+    the address once requests are taken. A second signal does not wait for the time of grace. Raise `InputError` for a
+    model without a chat template, what opening a library raises, and `StorageError` where something could not be stored
+    in the end.
     """
     everyone = None if tokens is not None else Tenant("", library)
     tenants = tokens.tenants if tokens is not None else (Tenant("", library),)
     service = Service(engine, settings, tenants, int(time.time()))
     try:
-        service.line.first(engine.identity)  # hashes the weights once, so that what cannot be done is said now
+        service.line.first(lambda: _check(engine))
         log = _logging()
         gate = Gate(application(service, _lifespan(service, where, ready)), tokens, everyone)
         config = uvicorn.Config(
@@ -85,6 +86,12 @@ def serve(
         log.info("stopped")
     finally:
         service.close()
+
+
+def _check(engine: Engine) -> None:
+    """Raise now what every request would raise: a model without a chat template, weights that have no digest."""
+    engine.render([{"role": "user", "content": "."}])
+    engine.identity()
 
 
 def _stop(service: Service, server: Any) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import click
 
-from kvsnap.cli._model import adapter_option, model_options, sampler_options
+from kvsnap.cli._model import adapter_option, hash_once_option, model_options, sampler_options
 from kvsnap.cli._names import library_option
 from kvsnap.cli._output import examples, json_option
 from kvsnap.cli._run import accept_option, codec_option
 from kvsnap.cli.chat.piped import Piped
 from kvsnap.cli.chat.room import Options, Room, file_of
-from kvsnap.cli.chat.terminal import Terminal, check_extra
+from kvsnap.cli.chat.terminal import Terminal, check_extra, unseen_keys
 
 __all__ = ["COMMANDS"]
 
@@ -39,6 +40,7 @@ __all__ = ["COMMANDS"]
 @accept_option
 @model_options
 @adapter_option
+@hash_once_option
 @sampler_options
 @library_option
 @json_option
@@ -66,7 +68,7 @@ def chat(
         model=model, dtype=dtype, attention=attention, sampler=sampler, system=system, max_tokens=max_tokens,
         every=every or None, accept=accept, codec=codec, fresh=fresh, keep_history=keep_history,
     )  # fmt: skip
-    with Room(options) as room:
+    with unseen_keys() if at_terminal else nullcontext(), Room(options) as room:
         room.open(file_of(name))
         if at_terminal:
             Terminal(room, keep_typed=not no_history).run()

@@ -32,17 +32,32 @@ class Answer:
     error: StorageError | None = None
 
 
+def _leave(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
 class _Stopping:
-    """Ctrl-C: raised as always at first; once `gentle`, the first one is only remembered."""
+    """Ctrl-C and requests to end: raised as always at first; once `gentle`, the first one is only remembered.
+
+    So an answer ends between two tokens, never inside of a pass, which would leave nothing to store.
+    """
 
     def __init__(self) -> None:
         self.gentle = False
-        self.asked = False
+        self.asked = 0
 
-    def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        if not self.gentle or self.asked:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.gentle and not self.asked:
+            self.asked = number
+        elif number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = True
+        elif not self.gentle:
+            _leave(number, frame)
+
+    def leave(self) -> None:
+        """Leave where that was asked for."""
+        if self.asked and self.asked != signal.SIGINT:
+            _leave(self.asked, None)
 
 
 @contextmanager
@@ -51,24 +66,25 @@ def _stopping() -> Iterator[_Stopping]:
     if threading.current_thread() is not threading.main_thread():
         yield made  # signals are not for this thread
         return
-    before = signal.signal(signal.SIGINT, made)
+    before = [(number, signal.signal(number, made)) for number in (signal.SIGINT, *_ends())]
     try:
         yield made
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, old in before:
+            signal.signal(number, old)
+
+
+def _ends() -> list[signal.Signals]:
+    """Return the signals that ask a process to end, as far as this system has them."""
+    return [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 @contextmanager
 def left_by_signal() -> Iterator[None]:
     """Let a hang-up and a request to end leave as Ctrl-C does: what was generated is stored first."""
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
     before: list[tuple[int, Any]] = []
     if threading.current_thread() is threading.main_thread():
-        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        before = [(number, signal.signal(number, leave)) for number in numbers]
+        before = [(number, signal.signal(number, _leave)) for number in _ends()]
     try:
         yield
     finally:
@@ -96,7 +112,9 @@ def take(conversation: Conversation, begin: Callable[[], Stream], show: Callable
         except StorageError as error:
             if conversation.last is before or conversation.last is None:
                 raise
+            stopping.leave()
             return Answer(conversation.last, error)
+        stopping.leave()
     return Answer(stream.turn)
 
 

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from kvsnap.cli._model import idle_settings, sampler_changes
 from kvsnap.cli._names import Named, library_path, open_existing
@@ -149,7 +149,7 @@ def _set(room: Room, argument: str) -> Reply:
                 raise InputError("max_tokens is too small", expected="1 or more, or none", found=value)
         if settings:
             changes = sampler_changes(",".join(settings))
-            conversation.sampler = replace(conversation.sampler, **changes)
+            conversation.change_sampler(**changes)
             told = tuple(w.replace("--", "") for w in idle_settings(changes, conversation.sampler))
         else:
             told = ()

@@ -17,7 +17,7 @@ from kvsnap.conversation import Conversation, Message, Stream
 from kvsnap.errors import BusyError, InputError
 from kvsnap.layout import Snapshot
 from kvsnap.library import Library
-from kvsnap.protocols import Engine
+from kvsnap.protocols import Engine, Progress
 from kvsnap.session import Session
 
 if TYPE_CHECKING:
@@ -152,17 +152,27 @@ class Room:
 
     def _conversation_of(self, engine: Engine, session: Session, chosen: ChosenModel) -> Conversation:
         options = self.options
+        bars: list[Progress] = []
+
+        def told(done: int, total: int) -> None:
+            for bar in bars:
+                bar(done, total)
+
+        # The bar ends here, though the conversation restores again later: it would be drawn into an answer.
         with progress("restoring") as report:
-            return Conversation(
+            bars.append(report)
+            made = Conversation(
                 engine, session, on_mismatch="fresh" if options.fresh else "raise", accept=options.accept,
                 system=options.system, drift="keep" if options.keep_history else "recompute", every=options.every,
-                codec=options.codec, metadata={"model": chosen.recorded}, progress=report,
+                codec=options.codec, metadata={"model": chosen.recorded}, progress=told,
             )  # fmt: skip
+        bars.clear()
+        return made
 
     def _take_options(self) -> None:
         self.notes = list(self.conversation.notes)
         if self.options.sampler:
-            self.conversation.sampler = replace(self.conversation.sampler, **self.options.sampler)
+            self.conversation.change_sampler(**self.options.sampler)
         if self.options.system is not None and self.messages and self.system != self.options.system:
             self.notes.append("--system is for a conversation that is empty; :system TEXT changes that of this one")
 

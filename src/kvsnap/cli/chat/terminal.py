@@ -33,7 +33,7 @@ from kvsnap.errors import ContextError, ExtraMissingError, KvsnapError, StorageE
 from kvsnap.files import write_whole
 from kvsnap.layout import Sampler
 
-__all__ = ["Terminal", "check_extra"]
+__all__ = ["Terminal", "check_extra", "unseen_keys"]
 
 _MARK, _MORE = "\u203a ", "\u00b7 "
 _HINT = ":help lists the commands, Alt-Enter starts a further line, Ctrl-D leaves"
@@ -127,8 +127,7 @@ class Terminal:
 
     def _answer(self, begin: Callable[[], Stream], draft: str = "") -> None:
         try:
-            with _unseen_keys():
-                answer = answering.take(self._room.conversation, begin, lambda text: show(clean(text)))
+            answer = answering.take(self._room.conversation, begin, lambda text: show(clean(text)))
         except BaseException:
             self._draft = draft  # nothing was said: the message is there to be sent again
             raise
@@ -176,8 +175,8 @@ def _tail(text: str) -> str:
 
 
 @contextmanager
-def _unseen_keys() -> Iterator[None]:
-    """Keep what is typed meanwhile out of the answer: it is there when the next message is typed."""
+def unseen_keys() -> Iterator[None]:
+    """Keep what is typed meanwhile out of what is shown: it is there, Enter included, when the next line is read."""
     try:
         import termios
     except ImportError:  # not on this system
@@ -186,6 +185,7 @@ def _unseen_keys() -> Iterator[None]:
     keys = sys.stdin.fileno()
     before = termios.tcgetattr(keys)
     quiet = list(before)
+    quiet[0] &= ~termios.ICRNL
     quiet[3] &= ~termios.ECHO
     termios.tcsetattr(keys, termios.TCSANOW, quiet)
     try:
