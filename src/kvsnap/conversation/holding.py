@@ -94,10 +94,12 @@ class Holding(Held):
 
     def reset(self) -> None:
         """Forget everything; in the session that is a commit, which can be undone."""
+        self.changing()
         if self.session is not None:
             self.session.reset()
-            self._commits = (self.session.n_commits,)
+        self.engine.reset()
         self.messages, self.preface, self.ends, self._agreed, self.complete = (), 0, (), 0, True
         self._labels, self._stop = {}, "end"
-        self.engine.reset()
+        if self.session is not None:
+            self._commits = (self.session.n_commits,)
         self.keep()

@@ -240,7 +240,7 @@ class Speaking:
             return False
         if len(live) > len(known):
             engine.rewind(len(known))
-        engine.sampler = holding.sampler
+            engine.sampler = holding.sampler
         holding.mark()
         going.choosing = False
         return True
