@@ -13,9 +13,14 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("torch")
 
+import torch
+
 import kvsnap
+from chat_models import BEGIN, END, START, chat_engine
+from kvsnap import Sampler
 from kvsnap.errors import CompatibilityError, InputError, StorageError
 from kvsnap.library import Library
+from kvsnap.sampling import start
 from kvsnap.server import Limits, Settings
 from kvsnap.server.app import Service, application
 from kvsnap.server.asking import Asked
@@ -115,6 +120,61 @@ def test_what_a_fork_leaves_behind_is_not_counted_as_its_own(engine: Any, tmp_pa
     assert turn.recomputed > 20  # as the file sees it
     assert (counts.recomputed, counts.why) == (0, None)
     assert counts.reused + counts.new == turn.prompt_tokens
+    room.close()
+
+
+def in_other_tokens() -> tuple[Any, int]:
+    """An engine that writes letters which its tokenizer would write as pairs, and a seed with which it does so."""
+    engine = chat_engine()
+    with torch.no_grad():
+        engine.model.get_output_embeddings().weight[[ord(letter) for letter in "thein ra"]] *= 40
+    for seed in range(30):
+        engine.reset()
+        engine.prefill(engine.render(user(QUESTION)))
+        engine.sampler = start(Sampler(temperature=20.0, seed=seed))
+        tokens = [engine.step() for _ in range(24)]
+        ids = tuple(token.id for token in tokens)
+        again = engine.tokenize("".join(token.text for token in tokens), special=False)
+        if again[:12] != ids[:12] and not set(ids) & {BEGIN, START, END}:
+            return engine, seed
+    raise AssertionError("no answer in other tokens")
+
+
+QUESTION = "the long story that both begin with, and more of it"
+
+
+def test_an_answer_in_other_tokens_hides_nothing_that_agrees_longer(tmp_path: Path) -> None:
+    """Two sessions agree equally long in ids, up to the answer that both begin with; one has the whole history."""
+    engine, seed = in_other_tokens()
+    room = room_of(engine, tmp_path)
+
+    def answered(messages: list[dict[str, Any]]) -> tuple[Placed, Any, list[dict[str, Any]]]:
+        placed = room.place(asked(messages), None)
+        placed.conversation.sampler = Sampler(temperature=20.0, seed=seed)
+        turn = placed.conversation.say(messages, max_tokens=24)
+        room.leave(placed)
+        return placed, turn, [*messages, dict(turn.message)]
+
+    first, _, begun = answered(user(QUESTION))
+    second, _, long = answered([*begun, *user("more")])
+    other, _, _ = answered([*begun, *user("another thing")])
+    assert (first.how, second.how, other.how) == ("new", "continued", "forked")
+    evaluated = engine.evaluated
+    placed, turn, _ = answered([*long, *user("and more")])
+    assert (placed.how, placed.name) == ("continued", first.name)
+    assert turn.recomputed == 0
+    assert engine.evaluated - evaluated == turn.new + 23  # of the answer all but the last one
+    assert turn.new < 40 < turn.reused
+    room.close()
+
+
+def test_a_conversation_that_goes_on_is_continued_however_short_it_is(engine: Any, tmp_path: Path) -> None:
+    room = room_of(engine, tmp_path, min_reuse=10_000)
+    first, turn = said(room, user("Short."))
+    begun = [*user("Short."), dict(turn.message)]
+    placed, turn = said(room, [*begun, *user("And on.")])
+    assert (placed.how, placed.name, turn.recomputed) == ("continued", first.name, 0)
+    assert said(room, user("Short, and otherwise."))[0].how == "new"
     room.close()
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvsnap.conversation import Conversation, Message, Turn, Why
+from kvsnap.conversation.aligning import align
 from kvsnap.errors import BusyError, ContextError, InputError, KvsnapError, MissingError
 from kvsnap.library import Entry, Found, Library, LibrarySession
 from kvsnap.protocols import Engine
@@ -116,7 +117,7 @@ class Room:
             )
         return ids
 
-    def _by_beginning(self, ids: Sequence[int], asked: Asked) -> Placed:
+    def _by_beginning(self, ids: tuple[int, ...], asked: Asked) -> Placed:
         found = self._found(ids)
         if found is None:
             return self._made(asked)
@@ -126,7 +127,7 @@ class Room:
                 return Placed(found.name, self._open(found.name, asked.template, create=False), "continued")
             except BusyError:  # another process goes on with it
                 how = "forked"
-        if how == "new":
+        if how == "new" or found.n_rows < self._settings.min_reuse:
             return self._made(asked)
         name = _new_name()
         self._library.fork(found.name, name)
@@ -140,21 +141,35 @@ class Room:
         name = _new_name()
         return Placed(name, self._open(name, asked.template, create=True), "new", made=True)
 
-    def _found(self, ids: Sequence[int]) -> Found | None:
-        least = self._settings.min_reuse
-        found = self._library.find(ids)  # first without the identity of the model: its weights would be hashed
-        if found is None or found.n_rows < least:
+    def _found(self, ids: tuple[int, ...]) -> Found | None:
+        """Return the session that agrees longest: in ids, or in a text that the model wrote in other ids than these.
+
+        By ids alone two sessions may agree equally long, up to an answer in other ids, and one of them in its text on.
+        """
+        if self._library.find(ids) is None:  # first without the identity of the model: its weights would be hashed
             return None
-        found = self._library.find(ids, self._engine.identity())
-        return None if found is None or found.n_rows < least else found
+        identity = self._engine.identity()
+        found = self._library.find(ids, identity)
+        while found is not None:
+            aligned = align(self._tokens_of(found.name), ids, self._engine.detokenize)
+            longer = self._library.find(aligned.ids, identity) if aligned.kept > found.n_tokens else None
+            if longer is None or longer.n_rows <= found.n_rows:
+                break
+            found, ids = longer, aligned.ids
+        return found
+
+    def _tokens_of(self, name: str) -> tuple[int, ...]:
+        with self._read(name) as session:
+            return session.tokens
+
+    def _read(self, name: str) -> AbstractContextManager[LibrarySession]:
+        """Return a session to read: the one that is open, which stays so, or one that is opened for that."""
+        held = self._held.get(name)
+        return nullcontext(held.session) if held else self._library.open(name, create=False, readonly=True)
 
     def _continues(self, found: Found, messages: Sequence[Message]) -> How:
         """Tell whether a request goes on where a session ends, or parts from it; a text that is no chat is neither."""
-        held = self._held.get(found.name)
-        with ExitStack() as opened:
-            session = held.session if held else opened.enter_context(
-                self._library.open(found.name, create=False, readonly=True)
-            )  # fmt: skip
+        with self._read(found.name) as session:
             if not any(number for _, number in session.message_ends):
                 return "new"
             said, n_tokens = session.messages, session.n_tokens
