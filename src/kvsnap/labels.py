@@ -16,7 +16,6 @@ from kvsnap.layout import Snapshot
 __all__ = [
     "ACCEPTED",
     "EDITED",
-    "LABELS",
     "TOGETHER",
     "accepted_label",
     "inexact_because",
@@ -26,7 +25,6 @@ __all__ = [
 ]
 
 EDITED, ACCEPTED, TOGETHER = "edited", "accepted", "speculated"
-LABELS = (EDITED, ACCEPTED, TOGETHER)
 _MOST = 500
 
 
