@@ -166,9 +166,9 @@ def test_a_thought_that_the_template_leaves_out_is_told(opening: str, closing: s
         (["hello"], "message 0 is none"),
         ([{"content": "hello"}], "message 0 is none"),
         ([HELLO, {"role": 3, "content": "x"}], "message 1 is none"),
-        ([{"role": "user", "content": b"x"}], "message 0 is not JSON"),
-        ([{"role": "user", "content": "\ud800"}], "message 0 is not JSON"),
-        ([{"role": "user", "content": float("nan")}], "message 0 is not JSON"),
+        ([{"role": "user", "content": b"x"}], "cannot be written as JSON"),
+        ([{"role": "user", "content": "\ud800"}], "cannot be written as JSON"),
+        ([{"role": "user", "content": float("nan")}], "cannot be written as JSON"),
         (7, "a list of messages"),
     ],
 )

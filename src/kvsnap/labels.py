@@ -16,6 +16,7 @@ from kvsnap.layout import Snapshot
 __all__ = [
     "ACCEPTED",
     "EDITED",
+    "LABELS",
     "TOGETHER",
     "accepted_label",
     "inexact_because",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 EDITED, ACCEPTED, TOGETHER = "edited", "accepted", "speculated"
+LABELS = (EDITED, ACCEPTED, TOGETHER)
 _MOST = 500
 
 

@@ -187,10 +187,11 @@ class Session(Counts):
             return cut_back(self._now, cut, file).restarted(), told_of(cut.live)
 
     @changes
-    def truncate(self, n_tokens: int, *, nearest: bool = False) -> int:
+    def truncate(self, n_tokens: int, *, nearest: bool = False, complete: bool = True) -> int:
         """Go back to the first `n_tokens` tokens, as a commit of its own; return the number of tokens left.
 
-        With `nearest` it may be fewer: the nearest length that can be reached. Logits, sampler and random state come
+        With `nearest` it may be fewer: the nearest length that can be reached. `complete=False` says that the turn that
+        is the last one then was cut off. Logits, sampler and random state come
         back when the cut is where a turn ended. Nothing is deleted from the file. Raise `InputError` outside
         0..n_tokens, `UnsupportedError` that says which layers cannot be cut there, and names the nearest lengths below
         and above that can be reached.
@@ -202,10 +203,10 @@ class Session(Counts):
         if n_tokens == now.commit.n_tokens:
             return n_tokens
         if n_tokens == 0:
-            self._cut_back(NOTHING, None, Operation.RESET)
+            self._cut_back(NOTHING, None, Operation.RESET, any_model=False, complete=True)
             return 0
         with closing(NativeFile.open(self.path, mapped=False)) as file:
-            self._cut_back(cut_live(file, n_tokens), file, Operation.TRUNCATE)
+            self._cut_back(cut_live(file, n_tokens), file, Operation.TRUNCATE, any_model=False, complete=complete)
         return n_tokens
 
     @changes
@@ -214,12 +215,12 @@ class Session(Counts):
 
         With `any_model` it is forgotten: the next turn may be of any model, and its cache of any shape.
         """
-        self._cut_back(NOTHING, None, Operation.RESET, any_model=any_model)
+        self._cut_back(NOTHING, None, Operation.RESET, any_model=any_model, complete=True)
 
-    def _cut_back(self, cut: Cut, file: NativeFile | None, operation: int, *, any_model: bool = False) -> None:
+    def _cut_back(self, cut: Cut, file: NativeFile | None, operation: int, *, any_model: bool, complete: bool) -> None:
         left = cut_back(self._now, cut, file)
         made_by = (Geometry("", (), ()), Identity()) if any_model else (None, None)
-        self._rewrite(replace(left.commit, operation=operation, complete=True), left.entries, left.base, *made_by)
+        self._rewrite(replace(left.commit, operation=operation, complete=complete), left.entries, left.base, *made_by)
 
     def fork(
         self,

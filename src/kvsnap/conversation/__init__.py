@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvsnap.conversation.aligning import Why
@@ -15,7 +16,7 @@ from kvsnap.conversation.holding import Holding, OnMismatch
 from kvsnap.conversation.rendering import checked, starts_of
 from kvsnap.conversation.speaking import Drift, Speaking
 from kvsnap.conversation.turns import Message, Stream, Turn
-from kvsnap.errors import InputError
+from kvsnap.errors import InputError, StorageError
 from kvsnap.layout import Sampler
 from kvsnap.protocols import Engine, Progress, Token
 from kvsnap.restoring import Restored
@@ -126,7 +127,7 @@ class Conversation:
     @property
     def sampler(self) -> Sampler:
         """How tokens are chosen. Assigning starts the random numbers of its seed anew."""
-        return self.engine.sampler.settings
+        return self._holding.sampler.settings
 
     @sampler.setter
     def sampler(self, settings: Sampler) -> None:
@@ -169,7 +170,7 @@ class Conversation:
 
         Use it in a `with` block: left early, the turn is stored as cut off.
         """
-        self._holding.hold()
+        self._hold_stored()
         messages = self._with(said) if isinstance(said, str) else checked(said)
         return self._speaking.begin(messages, max_tokens, _stops(stop))
 
@@ -200,7 +201,7 @@ class Conversation:
 
     def stream_on(self, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Stream:
         """Go on as `go_on` does, and return the tokens as they come."""
-        self._holding.hold()
+        self._hold_stored()
         if self.complete or not self.messages:
             raise InputError("there is no answer to go on with: the last one is complete, or nothing was said yet")
         return self._speaking.begin_on(max_tokens, _stops(stop))
@@ -213,7 +214,7 @@ class Conversation:
         With a session that is a commit of its own, and logits, sampler and random numbers are those of that moment.
         Raise `InputError` when there are not so many.
         """
-        self._holding.hold()
+        self._hold_stored()
         messages = self.messages
         starts = starts_of(messages) if messages else []
         if not 0 <= turns <= len(starts):
@@ -221,15 +222,15 @@ class Conversation:
         if turns:
             keep = starts[-turns]
             n_tokens, n_messages = max((e for e in self._holding.ends if e[1] <= keep), default=(self.preface, 0))
-            inside = self._speaking.end_of(messages[:keep]) if messages and n_messages < keep else 0
-            if inside > n_tokens:  # that turn is a part of a longer one, since its history was edited
-                self._holding.go_back_inside(inside, messages[:keep] if messages else ())
+            if n_messages < keep and messages:  # that turn is a part of a longer one, since its history was edited
+                self._speaking.go_back_to(messages[:keep])
             else:
                 self._holding.go_back(n_tokens, n_messages)
         return self.n_tokens
 
     def reset(self) -> None:
         """Forget all messages and tokens. With a session that is a commit, which `session.rewind` can undo."""
+        self._speaking.end()
         self._holding.reset()
 
     def fork(self, target: str | os.PathLike[str]) -> Any:
@@ -244,8 +245,18 @@ class Conversation:
 
     def save(self) -> int:
         """Store what is not stored yet, after an error; return the bytes written. 0 when all is stored."""
-        self._holding.hold()
+        self._hold()
         return self._holding.save()
+
+    def _hold(self) -> None:
+        self._speaking.end()
+        self._holding.hold()
+
+    def _hold_stored(self) -> None:
+        self._hold()
+        # A turn that could not be stored gets a commit of its own, so that it can be gone back to.
+        with suppress(StorageError):
+            self._holding.save()
 
 
 def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:

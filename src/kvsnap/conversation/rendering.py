@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvsnap.conversation.turns import Message
 from kvsnap.errors import InputError
+from kvsnap.formats.native.said import pack_messages, unpack_messages
 from kvsnap.protocols import Engine
 
 __all__ = ["checked", "following", "rendered", "starts_of"]
@@ -25,13 +25,9 @@ def checked(messages: Sequence[Message]) -> tuple[Message, ...]:
             raise InputError(
                 f"message {place} is none", expected='{"role": "user", "content": "..."}', found=repr(given)[:80]
             )
-        try:
-            json.dumps(dict(given), allow_nan=False, ensure_ascii=False).encode()
-        except (TypeError, ValueError, UnicodeEncodeError) as error:
-            raise InputError(f"message {place} is not JSON: {error}", found=repr(given)[:80]) from error
     if not messages:
         raise InputError("a turn needs a message, and there is none")
-    return tuple(dict(message) for message in messages)
+    return unpack_messages(pack_messages(messages))  # nothing of it is shared with the caller
 
 
 def starts_of(messages: Sequence[Message]) -> list[int]:
@@ -48,6 +44,12 @@ def rendered(
 ) -> tuple[int, ...]:
     """Return the ids of all messages, ready for an `answer`; `behind` other ids without those that start a text."""
     ids = engine.render(messages, answer=answer, **options)
+    wrong = next((i for i in ids if not 0 <= i < engine.vocab_size), None)
+    if not ids or wrong is not None:
+        raise InputError(
+            "the chat template gives nothing that can be evaluated", expected=f"ids of 0 to {engine.vocab_size - 1}",
+            found="none" if wrong is None else wrong,
+        )  # fmt: skip
     if not behind:
         return ids
     first = engine.tokenize("")
@@ -62,9 +64,12 @@ def following(
     What a template puts there is found by rendering all with a mark in the place of that answer. Raise `InputError`
     where the template does not give an answer back as it is.
     """
+    mark = _MARK
+    while mark in repr(messages):
+        mark += "x"
     marked = [dict(message) for message in messages]
-    marked[answered]["content"] = _MARK
-    _, found, after = engine.detokenize(engine.render(marked, **options)).rpartition(_MARK)
+    marked[answered]["content"] = mark
+    _, found, after = engine.detokenize(engine.render(marked, **options)).rpartition(mark)
     if not found:
         raise InputError("this chat template does not give answers back as they are, so they can't be kept as they are")
     # An answer that the model ended is saved with the token that ends it.

@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import time
+import weakref
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import count
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, cast
 
 from kvsnap.conversation.aligning import Aligned, Why, align, cause_of, limited
+from kvsnap.conversation.going import Going
 from kvsnap.conversation.holding import Holding
 from kvsnap.conversation.rendering import following, rendered
 from kvsnap.conversation.stopping import Shown
-from kvsnap.conversation.turns import Message, Stop, Stream, Turn
-from kvsnap.errors import ContextError, InputError
+from kvsnap.conversation.turns import Message, Stream, Turn
+from kvsnap.errors import ConflictError, ContextError, InputError, KvsnapError
+from kvsnap.layout import UNFINISHED
 from kvsnap.protocols import Token
 
 __all__ = ["Drift", "Speaking"]
 
 Drift = Literal["recompute", "keep"]
-
-
-@dataclass(slots=True)
-class _Going:
-    """A turn that goes on: its prompt is evaluated, its answer is generated."""
-
-    messages: tuple[Message, ...]
-    answer: str
-    prompt_tokens: int
-    reused: int
-    recomputed: int
-    new: int
-    why: Why | None
-    notes: tuple[str, ...]
-    started: float
-    evaluated: int
-    forwards: int
-    stop: Stop = "interrupted"
-    written: int = 0
-    first_s: float = 0.0
-    tokens: list[Token] = field(default_factory=list)
-    turn: Turn | None = None
-
-    def said(self, text: str) -> tuple[Message, ...]:
-        """Return the messages with what was answered so far."""
-        if not self.tokens and not self.answer:
-            return self.messages
-        return (*self.messages, {"role": "assistant", "content": self.answer + text})
 
 
 class Speaking:
@@ -58,6 +33,21 @@ class Speaking:
         self._template = template
         self._drift = drift
         self._every = every
+        self._going: Going | None = None
+        self._tokens: weakref.ref[Generator[Token | None, None, None]] | None = None
+
+    def end(self) -> None:
+        """End the turn that goes on, if there is one: its stream was left, and not closed.
+
+        Raise `ConflictError` where it is this turn that asks for it.
+        """
+        tokens = None if self._tokens is None else self._tokens()
+        if tokens is not None and inspect.getgeneratorstate(tokens) == inspect.GEN_RUNNING:
+            raise ConflictError("a turn of this conversation is going on, and what it called cannot change it")
+        if tokens is not None:
+            tokens.close()
+        if self._going is not None:
+            self._finish(self._going)
 
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
@@ -72,8 +62,7 @@ class Speaking:
             saved, aligned, self._holding.messages, messages, self._holding.engine.detokenize,
             other_template=self._holding.other_template,
         )  # fmt: skip
-        going = self._evaluated(aligned, messages, why, started)
-        return self._stream(going, max_tokens, stops)
+        return self._stream(self._evaluated(aligned, messages, why, started), max_tokens, stops)
 
     def begin_on(self, max_tokens: int | None, stops: tuple[str, ...]) -> Stream:
         """Return the tokens of an answer that goes on."""
@@ -81,12 +70,11 @@ class Speaking:
         self._check(max_tokens)
         engine, messages = self._holding.engine, self._holding.messages or ()
         self._check_room(len(engine.tokens))
-        answer = ""
-        if messages[-1]["role"] == "assistant":
-            messages, answer = messages[:-1], str(messages[-1].get("content") or "")
+        before = messages[-1] if messages[-1]["role"] == "assistant" else None
+        if before is not None and not isinstance(before.get("content") or "", str):
+            raise InputError("the answer is not text, so that nothing can be added to it", found=repr(before)[:80])
         aligned = Aligned(engine.tokens, len(engine.tokens), 0)
-        going = self._evaluated(aligned, messages, None, started)
-        going.answer = answer
+        going = self._evaluated(aligned, messages if before is None else messages[:-1], None, started, before)
         return self._stream(going, max_tokens, stops)
 
     @staticmethod
@@ -115,11 +103,12 @@ class Speaking:
         found = align(saved[preface:], ids, engine.detokenize)
         return Aligned((*saved[:preface], *found.ids), preface + found.kept, found.seams)
 
-    def end_of(self, messages: tuple[Message, ...]) -> int:
-        """Return how many of the live ids say these messages, which begin the conversation."""
+    def go_back_to(self, messages: tuple[Message, ...]) -> None:
+        """Go back to where these messages, which begin the conversation, were said: no turn ended there."""
         engine, preface = self._holding.engine, self._holding.preface
         ids = rendered(engine, messages, self._template, behind=preface > 0, answer=False)
-        return preface + align(engine.tokens[preface:], ids, engine.detokenize).kept
+        found = align(engine.tokens[preface:], ids, engine.detokenize)
+        self._holding.go_back_inside((*engine.tokens[:preface], *found.ids), preface + found.kept, messages)
 
     def _kept_history(self, messages: tuple[Message, ...], saved: tuple[int, ...]) -> Aligned | None:
         """Return the whole history with what follows its last answer; None where messages of it changed."""
@@ -131,7 +120,10 @@ class Speaking:
         ids = following(self._holding.engine, messages, self._template, saved, len(before) - 1)
         return Aligned((*saved, *ids), len(saved), 0)
 
-    def _evaluated(self, aligned: Aligned, messages: tuple[Message, ...], why: Why | None, started: float) -> _Going:
+    def _evaluated(
+        self, aligned: Aligned, messages: tuple[Message, ...], why: Why | None, started: float,
+        before: Message | None = None,
+    ) -> Going:  # fmt: skip
         holding, engine = self._holding, self._holding.engine
         if holding.session is not None:
             holding.session.check_open_to_turns()
@@ -148,69 +140,111 @@ class Speaking:
         done = engine.evaluated - evaluated
         reused = max(0, total - done)
         recomputed = max(0, min(rows, total) - reused)
+        if recomputed:
+            holding.recomputed(reused)
         if recomputed and why is None:
             why = Why(
                 reused, "", "", "logits", "the logits behind the last token are not kept, so it is evaluated again"
             )
-        holding.messages, holding.complete = messages, False
+        holding.messages, holding.complete = (messages if before is None else (*messages, before)), False
         holding.keep()
-        going = _Going(
-            messages, "", total, reused, recomputed, done - recomputed, why if recomputed else None,
+        going = Going(
+            messages, before, engine.tokens, reused, recomputed, done - recomputed, why if recomputed else None,
             _notes(aligned), started, evaluated, forwards,
         )  # fmt: skip
         if self._every is not None and rest:
-            going.written += holding.store(messages, complete=False, stop="interrupted")
+            going.written += holding.store(holding.messages, complete=False, stop=UNFINISHED)
         return going
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
-    def _stream(self, going: _Going, max_tokens: int | None, stops: tuple[str, ...]) -> Stream:
-        return Stream(self._tokens(going, max_tokens, Shown(stops)), lambda: going.turn)
+    def _stream(self, going: Going, max_tokens: int | None, stops: tuple[str, ...]) -> Stream:
+        going.max_tokens, going.stops = max_tokens, stops
+        tokens = self._generated(going)
+        self._going, self._tokens = going, weakref.ref(tokens)
+        next(tokens)  # a generator that was never started would not run its end
+        return Stream(cast("Generator[Token, None, None]", tokens), lambda: going.turn)
 
-    def _tokens(self, going: _Going, max_tokens: int | None, shown: Shown) -> Generator[Token, None, None]:
-        holding, engine = self._holding, self._holding.engine
-        limit, reserve = engine.context_limit, holding.draft_reserve
+    def _generated(self, going: Going) -> Generator[Token | None, None, None]:
+        """Yield None first, then the tokens of the answer."""
+        holding, shown = self._holding, Shown(going.stops)
         try:
-            for number in count(1):
-                if limit is not None and len(engine.tokens) + 1 + reserve > limit:
-                    going.stop = "context"
+            yield None
+            while True:
+                token = self._chosen(going)
+                if token is None:
                     break
-                token = engine.step()
-                if not going.tokens:
-                    going.first_s = time.perf_counter() - going.started
-                going.tokens.append(token)
                 text = shown.add(token.text)
-                stop: Stop | None = "stop" if shown.met else "end" if token.end else None
-                if stop is None and number == max_tokens:
-                    stop = "length"
-                if stop is not None:
+                ended = going.stop(shown) != "interrupted"
+                if ended:
                     text += shown.rest()
-                    going.stop = stop
-                elif self._every is not None and number % self._every == 0:
-                    going.written += holding.store(going.said(shown.text), complete=False, stop="interrupted")
+                elif self._every is not None and len(going.tokens) % self._every == 0:
+                    going.written += holding.store(going.said(shown.text), complete=False, stop=UNFINISHED)
                 yield replace(token, text=text)
-                if stop is not None:
+                if ended:
                     break
-        except ContextError:
-            going.stop = "context"
         finally:
-            self._finish(going, shown)
+            self._finish(going)
 
-    def _finish(self, going: _Going, shown: Shown) -> None:
+    def _chosen(self, going: Going) -> Token | None:
+        """Return the next token; None where the context is full."""
         holding, engine = self._holding, self._holding.engine
+        if not holding.is_held:
+            raise ConflictError("the engine or the session was used for something else while the answer was generated")
+        limit = engine.context_limit
+        if limit is not None and len(engine.tokens) + 1 + holding.draft_reserve > limit:
+            going.full = True
+            return None
+        going.choosing = True
+        try:
+            token = engine.step()
+        except ContextError:
+            going.full, going.choosing = True, False
+            return None
+        if not going.tokens:
+            going.first_s = time.perf_counter() - going.started
+        going.tokens.append(token)
+        holding.mark()
+        going.choosing = False
+        return token
+
+    def _finish(self, going: Going) -> None:
+        """End a turn and store it; may be called again, as after an interrupt in it."""
+        if self._going is not going:
+            return
+        holding, shown = self._holding, Shown(going.stops)
+        for token in going.tokens:
+            shown.add(token.text)
+        going.turn = self.last = going.ended(shown, holding.engine)
         messages = going.said(shown.text)
-        complete = going.stop in ("end", "stop")
-        total = going.prompt_tokens
-        going.turn = self.last = Turn(
-            text=shown.text, tokens=tuple(t.id for t in going.tokens), logprobs=tuple(t.logprob for t in going.tokens),
-            message=messages[-1] if messages[-1]["role"] == "assistant" else None, prompt_tokens=total,
-            reused=going.reused, recomputed=going.recomputed, new=going.new,
-            evaluated=engine.evaluated - going.evaluated, forwards=engine.forwards - going.forwards,
-            written=going.written, first_token_s=going.first_s, total_s=time.perf_counter() - going.started,
-            stop=going.stop, why=going.why, notes=going.notes,
-        )  # fmt: skip
-        written = going.written + holding.store(messages, complete=complete, stop=going.stop)
-        going.turn = self.last = replace(going.turn, written=written, total_s=time.perf_counter() - going.started)
+        if not self._settled(going):
+            holding.leave(going.known, messages)
+            self._going = None
+            return
+        try:
+            written = holding.store(messages, complete=going.turn.complete, stop=going.turn.stop)
+        except KvsnapError:
+            self._going = None  # it is there, and not stored: `Holding.unsaved`
+            raise
+        total_s = time.perf_counter() - going.started
+        going.turn = self.last = replace(going.turn, written=going.written + written, total_s=total_s)
+        self._going = None
+
+    def _settled(self, going: Going) -> bool:
+        """Tell whether the engine holds this turn, and nothing that was not handed out."""
+        holding, engine = self._holding, self._holding.engine
+        if not going.choosing:
+            return holding.is_held
+        # An interrupted step made a pass, and may have chosen a token, which is chosen again then.
+        known, live = going.known, engine.tokens
+        if live[: len(known)] != known or len(live) > len(known) + 1:
+            return False
+        if len(live) > len(known):
+            engine.rewind(len(known))
+            engine.sampler = holding.sampler
+        holding.mark()
+        going.choosing = False
+        return True
 
 
 def _notes(aligned: Aligned) -> tuple[str, ...]:

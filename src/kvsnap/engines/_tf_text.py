@@ -42,7 +42,15 @@ def render(
         found = tokenizer.apply_chat_template(
             [dict(m) for m in messages], add_generation_prompt=answer, tokenize=True, **options
         )
-    except (jinja2.TemplateError, KeyError, TypeError, ValueError) as error:
+    except (
+        jinja2.TemplateError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise InputError(f"the chat template does not take these messages: {error}") from error
     # Releases from 5.0 answer with a dictionary unless told otherwise; some answer with a batch of one.
     ids = found["input_ids"] if hasattr(found, "keys") else found

@@ -75,10 +75,10 @@ class LibrarySession(Session):
             self._committed(snapshot if after is None else None)
         return report
 
-    def truncate(self, n_tokens: int, *, nearest: bool = False) -> int:
+    def truncate(self, n_tokens: int, *, nearest: bool = False, complete: bool = True) -> int:
         """Go back as `Session.truncate` does."""
         with self._turns:
-            left = super().truncate(n_tokens, nearest=nearest)
+            left = super().truncate(n_tokens, nearest=nearest, complete=complete)
             self._committed()
         return left
 

@@ -130,11 +130,10 @@ class Room:
             snapshot = None if session is None else session.load()
             if session is not None:
                 session.check_open_to_turns()
-            chosen = opened.enter_context(
-                refusing(choose_model(self.options.model, _metadata(snapshot)), _FRESH, turns=True)
-            )
+            picked = choose_model(self.options.model, _metadata(snapshot))
+            chosen = opened.enter_context(refusing(picked, _FRESH, turns=True))
             engine = self._engine_for(chosen, snapshot)
-            _check_speaks(engine, file, chosen, is_new=session is None)
+            _check_speaks(engine, file, chosen)
             if session is None:
                 session = opened.enter_context(_opened(file))
             conversation = self._conversation_of(engine, session, chosen)
@@ -296,7 +295,7 @@ def _opened(file: str) -> Iterator[Session]:
         yield session
 
 
-def _check_speaks(engine: Engine, file: str, chosen: ChosenModel, *, is_new: bool) -> None:
+def _check_speaks(engine: Engine, file: str, chosen: ChosenModel) -> None:
     """Raise unless the model takes messages: it needs a tokenizer and a chat template."""
     if getattr(engine, "tokenizer", None) is None:
         raise InputError(
@@ -306,6 +305,7 @@ def _check_speaks(engine: Engine, file: str, chosen: ChosenModel, *, is_new: boo
     try:
         engine.render([{"role": "user", "content": "?"}])
     except InputError as error:
-        name = shown(file)
-        on = f"kvsnap generate TEXT --session {name}" if is_new else f"kvsnap resume {name} --prompt TEXT --append"
-        raise InputError(f"{chosen.name} cannot chat: {error.message}. It goes on with plain text: {on}") from error
+        raise InputError(
+            f"{chosen.name} cannot chat: {error.message}. It takes plain text: kvsnap generate TEXT --session "
+            f"{shown(file)} --model {chosen.name}"
+        ) from error
