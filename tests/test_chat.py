@@ -239,7 +239,10 @@ def test_save_writes_a_sealed_snapshot_and_alone_tells_what_is_stored(chat: Chat
     assert "tokens are stored in @chat" in done.out
     snapshot = kvsnap.load(file)
     assert next(m["content"] for m in snapshot.messages or ()) == "one"
-    assert chat(f":save {file}\n").code == 2  # not over another file
+    taken = chat(f":save {file}\n")
+    assert taken.code == 2  # not over another file
+    assert "use another name" in taken.err
+    assert "--overwrite" not in taken.err  # which is no option here
     assert chat(":save @name\n").code == 2
 
 
@@ -342,6 +345,27 @@ def test_a_full_context_says_both_numbers_and_what_to_do(chat: Chat, endless: Pa
     assert "128" in error["message"]
 
 
+def test_an_answer_that_no_token_fits_behind_is_not_said_to_go_on(chat: Chat, endless: Path) -> None:
+    chat("hello\n", using=endless)
+    assert "because the context was full: :drop takes it back" in chat(":info\n", using=None).err
+    chat("hello\n", "room", "--max-tokens", "3", using=endless)
+    assert "by the limit of tokens: :continue goes on, :drop takes it back" in chat(":info\n", "room", using=None).err
+
+
+def test_half_an_answer_in_a_snapshot_is_half_an_answer_in_its_forks(
+    chat: Chat, endless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, asked = tmp_path / "half.kvsnap", ["generate", "hello", "--chat", "--model", str(endless), "--max-tokens"]
+    assert run([*asked, "5", "--save", str(made)]) == 0
+    assert not kvsnap.inspect(made).complete
+    assert run(["fork", str(made), "@half"]) == run(["fork", "@half", "@again"]) == 0
+    turn = chat(":continue\n", "again", "--max-tokens", "4", "--json", using=None).turns[-1]
+    capsys.readouterr()
+    assert run([*asked, "9", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert turn["tokens"] == whole["tokens"][5:]
+
+
 def test_two_chats_on_one_session_are_refused_by_name(chat: Chat, tmp_path: Path) -> None:
     chat("one\n", "mine")
     with kvsnap.Library(tmp_path / "library") as library, library.open("mine"):
@@ -352,10 +376,13 @@ def test_two_chats_on_one_session_are_refused_by_name(chat: Chat, tmp_path: Path
 
 def test_a_model_without_a_template_says_how_to_go_on(chat: Chat, tmp_path: Path) -> None:
     plain = save_tiny(tmp_path / "plain")
-    done = chat("hello\n", using=plain)
+    assert chat("hello\n", using=plain).code == 2
+    done = chat("hello\n", "other", using=plain)
     assert done.code == 2
     assert "no chat template" in done.err
-    assert "kvsnap resume @chat --prompt TEXT --append" in done.err
+    assert f"kvsnap generate TEXT --session @other --model {plain}" in done.err
+    advised = ["generate", "TEXT", "--session", "@other", "--model", str(plain), "--max-tokens", "2"]
+    assert run(advised) == run(advised) == 0  # where the session is not there yet, and where it is
     for file in plain.glob("tokenizer*"):
         file.unlink()
     done = chat("hello\n", using=plain)
@@ -426,7 +453,7 @@ def test_chat_and_generate_and_resume_take_turns_in_one_session(
     model, limit = ("--model", endless), ("--max-tokens", 5)
     whole = chat("one\ntwo\nthree\n", "whole", *limit, "--json", using=endless).turns
     first = kv("generate", "one", "--chat", "--session", "@mixed", *limit, *model)
-    second = chat("two\n", "mixed", "--max-tokens", 3, "--json", using=None).turns[0]
+    second = chat("two\n", "mixed", "--max-tokens", 3, "--json", using=None).turns[-1]
     rest = kv("resume", "@mixed", "--append", "--max-tokens", 2, "--every", 1)
     third = kv("resume", "@mixed", "--prompt", "three", "--chat", "--append", *limit, "--every", 2)
     assert first["tokens"] == whole[0]["tokens"]

@@ -343,7 +343,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     ("args", "code", "says"),
     [
         (["generate", ""], 2, "the prompt is empty"),
-        (["generate"], 2, "the prompt is empty"),
+        (["generate"], 2, "give a prompt: a text, --prompt-file or --prompt-ids"),
         (["generate", "x", "--prompt-file", "y"], 2, "not both"),
         (["generate", "--prompt-file", "gone.txt"], 3, "no such prompt file"),
         (["generate", "x", "--max-tokens", "0"], 2, "expected 1 or more, found 0"),

@@ -118,7 +118,8 @@ def test_a_prompt_comes_from_a_file_or_as_ids(kv: Call, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "told"),
     [
-        ((), InputError.exit_code, "the prompt is empty"),
+        ((), 2, "give a prompt: a text, --prompt-file or --prompt-ids"),
+        (("",), InputError.exit_code, "the prompt is empty"),
         (("text", "--layer", "7"), InputError.exit_code, "no such layer; expected 0 to 2"),
         (("text", "--head", "1"), 2, "--head is one of a layer"),
         (("text", "--layer", "0", "--head", "9"), InputError.exit_code, "no such query head; expected 0 to 3"),

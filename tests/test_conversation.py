@@ -721,7 +721,9 @@ def test_a_long_answer_is_published_as_it_goes(engine: Any, session: Session) ->
     with conversation.stream("hello", max_tokens=11) as stream:
         assert session.n_tokens == len(engine.tokens)  # the prompt
         assert session.messages == ({"role": "user", "content": "hello"},)
+        assert session.load().metadata["stop"] == "unfinished"
         seen = [(len(engine.tokens) - session.n_tokens, session.complete) for _ in stream]
+    assert session.load().metadata["stop"] == "length"
     assert [behind for behind, _ in seen] == [1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
     assert not any(complete for _, complete in seen)
     assert session.tokens == engine.tokens

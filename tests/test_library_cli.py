@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import kvsnap
@@ -128,6 +129,11 @@ def test_the_longest_common_history_is_found(kv: Call, library: Path, tmp_path: 
     assert (found["n_tokens"], found["found"]["name"], found["found"]["n_tokens"]) == (5, "chat", 3)
     assert kv("find", "--tokens-from", "@chat").out.startswith("chat: 6 of 6 tokens agree, 6 rows")
     kvsnap.save(snapshot((*TOKENS[:5], 7)), "other.kvsnap")
+    told = kv("find", "--tokens-from", "other.kvsnap").err
+    assert told == "to go on from there: kvsnap fork @chat @NEW --at 5\n"
+    assert kv(*told.replace("NEW", "new").split()[6:]).code == 0
+    assert kv("rm", "new").code == 0
+    assert "not both" in kv("find", "--tokens-from", "@chat", "--prompt", "words").err
     assert kv("find", "--tokens-from", "other.kvsnap", "--json").data["found"]["n_tokens"] == 5
     Path("none.txt").write_text("1 2 3")
     for as_json in ((), ("--json",)):
@@ -252,3 +258,16 @@ def test_every_command_with_a_file_says_which_library(kv: Call) -> None:
     for name, command in root.commands.items():
         if name not in ("demo", "keygen"):
             assert any(p.name == "library" for p in command.params), name
+
+
+def test_the_overview_has_every_command_in_a_section_with_a_whole_sentence(kv: Call) -> None:
+    told = kv("--help").out
+    assert "..." not in told.partition("Options:")[2]
+    assert "\nMore:\n" not in told
+    for name in root.commands:
+        assert told.count(f"\n  {name} ") == 1, name
+    root.add_command(click.Command("later", help="Do something else."))
+    try:
+        assert "\nMore:\n  later " in kv("--help").out
+    finally:
+        del root.commands["later"]

@@ -51,7 +51,8 @@ def test_a_draft_changes_no_token_and_its_state_is_kept(
     alone = kv("resume", tmp_path / "a.kvsnap", "--max-tokens", 6, "--json")
     assert again.data["tokens"] == alone.data["tokens"]
     text = kv("resume", tmp_path / "a.kvsnap", "--draft", draft, "--max-tokens", 6)
-    assert "accepted (" in text.err
+    assert ("accepted (" in text.err) == (again.data["speculated"]["proposed"] > 0)
+    assert ("the draft proposed nothing: " in text.err) == (again.data["speculated"]["proposed"] == 0)
     assert "passes for 6 tokens" in text.err
 
 

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 from kvsnap.api import capture
 from kvsnap.errors import ContextError, InputError
 from kvsnap.formats.native import SaveReport
+from kvsnap.layout import UNFINISHED
 from kvsnap.protocols import Engine, Progress, Token
 from kvsnap.session import Session
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["UNFINISHED", "Journalled", "Saying", "Shown", "journal"]
-
-UNFINISHED = "unfinished"
-"""The word under `stop` in the metadata of a commit that was published before the run had ended."""
+__all__ = ["Journalled", "Saying", "Shown", "journal"]
 
 Shown = Callable[[str], AbstractContextManager[Progress | None]]
 """Called with what is done before each step of a commit; what it yields is told of the bytes."""

@@ -41,8 +41,10 @@ if TYPE_CHECKING:
     import os
 
 __all__ = [
+    "CUT_OFF",
     "DTYPES",
     "ROLES",
+    "UNFINISHED",
     "EncoderInput",
     "Head",
     "Layer",
@@ -65,6 +67,10 @@ __all__ = [
     "join_runs",
     "numpy_dtype",
 ]  # fmt: skip # by meaning
+
+UNFINISHED = "unfinished"
+CUT_OFF = frozenset({"length", "context", "interrupted", UNFINISHED})
+"""What `stop` in the metadata says of an answer that its model did not end; `unfinished`: published on the way."""
 
 
 def _number(name: str, value: Any) -> float:

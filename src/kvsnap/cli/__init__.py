@@ -37,6 +37,7 @@ from kvsnap.cli import (
 from kvsnap.cli._model import RefusedModelError, error_text
 from kvsnap.cli._names import library_option
 from kvsnap.cli._output import CheckFailed, examples
+from kvsnap.cli._overview import Overview
 from kvsnap.cli._turn import INTERRUPTED, interruption
 from kvsnap.cli.demo import demo
 from kvsnap.errors import KvsnapError, StorageError
@@ -46,7 +47,7 @@ __all__ = ["main", "root", "run"]
 _BROKEN_PIPE, _USAGE = 141, 2
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Overview, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @library_option
 @click.version_option(kvsnap.__version__, prog_name="kvsnap")
 @examples(
@@ -54,6 +55,7 @@ _BROKEN_PIPE, _USAGE = 141, 2
     "kvsnap resume story.kvsnap          # goes on at the last token, nothing is evaluated again",
     "kvsnap info story.kvsnap            # what is in it, without loading a model",
     "kvsnap verify story.kvsnap          # every byte is checked",
+    "kvsnap chat rivers                  # a conversation that stays warm, closed and opened again",
     "kvsnap demo                         # the whole story on real weights, every claim checked",
 )
 def root() -> None:

@@ -80,5 +80,8 @@ def open_draft(dtype: str | None, attention: str | None) -> Drafted | None:
 
 def show_speculated(facts: dict[str, Any]) -> None:
     """Say how much a draft saved."""
+    if not facts["proposed"]:
+        remark(f"the draft proposed nothing: {facts['passes']:,} passes for {count(facts['tokens'], 'token')}")
+        return
     accepted = f"{facts['accepted']:,} of {count(facts['proposed'], 'proposal')} accepted ({facts['acceptance']:.0%})"
     remark(f"{accepted}: {facts['passes']:,} passes for {count(facts['tokens'], 'token')}")

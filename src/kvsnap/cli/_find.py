@@ -49,7 +49,8 @@ def find(
     """
     given = (prompt, prompt_file, prompt_ids)
     if (source is None) == all(p is None for p in given):
-        raise click.UsageError("give --tokens-from FILE, or a prompt: --prompt, --prompt-file or --prompt-ids")
+        both = "" if source is None else ", not both"
+        raise click.UsageError(f"give --tokens-from FILE, or a prompt: --prompt, --prompt-file or --prompt-ids{both}")
     identity: Identity | None
     with open_existing() as library:  # before a model is loaded
         if source is not None:
@@ -68,6 +69,7 @@ def find(
     else:
         print(f"{found.name}: {found.n_tokens:,} of {count(len(tokens), 'token')} agree, "
               f"{count(found.n_rows, 'row')} can be reused by a cut to {count(found.keep, 'token')}")  # fmt: skip
+        remark(f"to go on from there: kvsnap fork @{found.name} @NEW --at {found.keep}")
     if found is None:
         raise CheckFailed(MissingError.exit_code)
 

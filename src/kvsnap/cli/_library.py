@@ -74,8 +74,8 @@ def ls(as_json: bool) -> None:
         emit({"path": library.path, "max_bytes": limit, "nbytes": total, "overrun": over,
               "sessions": [entry.to_dict() for entry in entries]})  # fmt: skip
         return
-    made = table("name", "tokens", "turns", "size", "in all", "used", "made with", "", right=("tokens", "turns", "size",
-                 "in all"))  # fmt: skip
+    made = table("name", "tokens", "commits", "size", "in all", "used", "made with", "",
+                 right=("tokens", "commits", "size", "in all"))  # fmt: skip
     for e in entries:
         made.add_row(*_row(e))
     show_table(made)

@@ -47,7 +47,7 @@ def model_options(function: Function) -> Function:
             "--model",
             metavar="NAME",
             help="A model directory, a GGUF file, smollm2 (embedded), or a name on the hub.  "
-            "[default: the one that FILE was made with, else smollm2]",
+            "[default: the one that FILE, if any, was made with, else smollm2]",
         ),
     ):
         function = option(function)
@@ -119,8 +119,10 @@ def sampler_changes(text: str) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if not sign or name not in known:
             raise InputError(
-                "not a sampler setting", expected=f"NAME=VALUE with NAME one of {', '.join(known)}", found=item
-            )
+                "not a sampler setting",
+                expected=f"NAME=VALUE with NAME one of {', '.join(known)}",
+                found=item or "nothing",
+            )  # fmt: skip
         if name in settings:
             raise InputError("a sampler setting is given twice", expected=f"{name} once", found=text)
         try:

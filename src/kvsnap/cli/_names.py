@@ -15,6 +15,7 @@ import click
 from kvsnap.cli._paths import check_session
 from kvsnap.errors import InputError, MissingError
 from kvsnap.library import Library, default_path
+from kvsnap.library.session import LibrarySession
 from kvsnap.session import Session
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "opened_session",
     "resolved",
     "shown",
+    "shown_session",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -123,6 +125,11 @@ def no_name(_context: click.Context, parameter: click.Parameter, value: str | No
 def shown(file: str) -> str:
     """Return a file as it was typed."""
     return f"@{file.name}" if isinstance(file, Named) else file
+
+
+def shown_session(session: Session) -> str:
+    """Return an open session as it is typed."""
+    return f"@{session.name}" if isinstance(session, LibrarySession) else session.path
 
 
 @contextmanager

@@ -30,7 +30,8 @@ def check_target(path: str, *, overwrite: bool = True, option: str = "--save") -
             "a session is not replaced by a snapshot: its history would be lost; use another name", path=path
         )
     if not overwrite:
-        raise InputError("there is a file of this name: use another name, or --overwrite to replace it", path=path)
+        instead = ", or --overwrite to replace it" if not option.startswith(":") else ""
+        raise InputError(f"there is a file of this name: use another name{instead}", path=path)
 
 
 def _check_place(path: str, option: str) -> None:

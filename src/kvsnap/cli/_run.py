@@ -91,6 +91,8 @@ def prompt_of(
 
 
 def _text_of(prompt: str | None, prompt_file: str | None, *, needed: bool) -> str:
+    if needed and prompt is None and prompt_file is None:
+        raise click.UsageError("give a prompt: a text, --prompt-file or --prompt-ids")
     text = prompt or ""
     if prompt_file is not None:
         try:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import kvsnap
 from kvsnap.api import Restored
 from kvsnap.cli._draft import Drafted, show_speculated
-from kvsnap.cli._names import opened_session
+from kvsnap.cli._names import opened_session, shown_session
 from kvsnap.cli._output import (
     CheckFailed,
     OutputLostError,
@@ -25,8 +25,8 @@ from kvsnap.cli._output import (
     waiting,
 )
 from kvsnap.errors import ContextError, InputError
-from kvsnap.journalling import UNFINISHED, Journalled, Saying, journal
-from kvsnap.layout import Sampler, SamplerState, Snapshot
+from kvsnap.journalling import Journalled, Saying, journal
+from kvsnap.layout import CUT_OFF, UNFINISHED, Sampler, SamplerState, Snapshot
 from kvsnap.protocols import Engine, Token
 from kvsnap.session import Session
 from kvsnap.speculation import Speculation
@@ -42,14 +42,14 @@ STOPS = {
     "length": "stopped by --max-tokens",
     "context": "the context is full",
     "interrupted": "interrupted",
-    UNFINISHED: "published on the way, and its run did not come to an end",
+    UNFINISHED: "published on the way, before its end",
 }
 """Why a generation stopped: the word in JSON and in a file's metadata, and in words. Only `end` completes a turn."""
 
 
 def is_whole(stop: str) -> bool:
     """Tell whether a file with this word in its metadata may be called complete; one without a word may."""
-    return stop == "end" or stop not in STOPS
+    return stop not in CUT_OFF
 
 
 def interruption() -> dict[str, Any]:
@@ -156,6 +156,7 @@ class Turn:
     journalled: Journalled | None = None
     draft: Drafted | None = None
     speculation: Speculation | None = None
+    appended_to: str = ""
 
     def _stream(
         self, ids: Sequence[int], sampler: Sampler | None, every: int | None, opened: Callable[[], Session | None]
@@ -263,6 +264,7 @@ class Turn:
 
     def _end_journal(self, journalled: Journalled) -> None:
         journalled.close()
+        self.appended_to = shown_session(journalled.session)
         if journalled.report is not None:
             self.facts["append"] = {
                 **journalled.report.to_dict(),
@@ -274,7 +276,8 @@ class Turn:
 
     def _append(self, session: Session, snapshot: Snapshot) -> None:
         started = time.perf_counter()
-        with progress(f"appending to {session.path}") as report:
+        self.appended_to = shown_session(session)
+        with progress(f"appending to {self.appended_to}") as report:
             done = session.append(snapshot, complete=self.stop == "end", codec=self.codec, progress=report)
         self.facts["append"] = {
             **done.to_dict(),
@@ -333,4 +336,4 @@ class Turn:
             what = f"{size(done['nbytes'])} written, {size(done['file_bytes'])} and {count(done['n_tokens'], 'token')}"
             cut = "" if self.stop == "end" else f"; the turn is marked as cut off ({STOPS[self.stop]})"
             times = f" in {done['commits']} commits" if done["commits"] > 1 else ""
-            remark(f"appended to {done['path']}{times}: {what} in all{cut}")
+            remark(f"appended to {self.appended_to}{times}: {what} in all{cut}")

@@ -16,6 +16,7 @@ from kvsnap.conversation.rendering import following, rendered
 from kvsnap.conversation.stopping import Shown
 from kvsnap.conversation.turns import Message, Stream, Turn
 from kvsnap.errors import ConflictError, ContextError, InputError, KvsnapError
+from kvsnap.layout import UNFINISHED
 from kvsnap.protocols import Token
 
 __all__ = ["Drift", "Speaking"]
@@ -152,7 +153,7 @@ class Speaking:
             _notes(aligned), started, evaluated, forwards,
         )  # fmt: skip
         if self._every is not None and rest:
-            going.written += holding.store(holding.messages, complete=False, stop="interrupted")
+            going.written += holding.store(holding.messages, complete=False, stop=UNFINISHED)
         return going
 
     # -- the answer ----------------------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ class Speaking:
                 if ended:
                     text += shown.rest()
                 elif self._every is not None and len(going.tokens) % self._every == 0:
-                    going.written += holding.store(going.said(shown.text), complete=False, stop="interrupted")
+                    going.written += holding.store(going.said(shown.text), complete=False, stop=UNFINISHED)
                 yield replace(token, text=text)
                 if ended:
                     break

@@ -366,8 +366,18 @@ def half_done(room: Room) -> str:
         return ""
     if room.messages[-1]["role"] == "user":
         return "this message has no answer yet: :continue generates it, :drop takes the message back"
-    return f"this answer was cut off{_reason(room.stop)}: :continue goes on, :drop takes it back"
+    way = "" if _is_full(room) else ":continue goes on, "
+    return f"this answer was cut off{_reason(room.stop)}: {way}:drop takes it back"
+
+
+def _is_full(room: Room) -> bool:
+    limit = room.conversation.engine.context_limit
+    return room.stop == "context" and limit is not None and room.conversation.n_tokens >= limit
 
 
 def _reason(stop: str) -> str:
-    return {"length": " by the limit of tokens", "context": " because the context was full"}.get(stop, "")
+    return {
+        "length": " by the limit of tokens",
+        "context": " because the context was full",
+        "unfinished": " when its run was killed",
+    }.get(stop, "")

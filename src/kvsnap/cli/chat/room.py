@@ -305,6 +305,6 @@ def _check_speaks(engine: Engine, file: str, chosen: ChosenModel) -> None:
         engine.render([{"role": "user", "content": "?"}])
     except InputError as error:
         raise InputError(
-            f"{chosen.name} cannot chat: {error.message}. It goes on with plain text: kvsnap resume {shown(file)} "
-            "--prompt TEXT --append"
+            f"{chosen.name} cannot chat: {error.message}. It takes plain text: kvsnap generate TEXT --session "
+            f"{shown(file)} --model {chosen.name}"
         ) from error

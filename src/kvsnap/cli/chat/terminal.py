@@ -85,6 +85,7 @@ class Terminal:
                     self._warn(f"{error.message}")
                     self._tell(
                         ":rewind N goes back by N turns, :reset starts anew; :fork NAME keeps this as it is first"
+                        + ("; Ctrl-C clears the line" if self._draft else "")
                     )
                 except KvsnapError as error:
                     self._warn(error_text(error))

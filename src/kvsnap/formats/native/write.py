@@ -29,7 +29,7 @@ from kvsnap.formats.native.tables import (
     canonical_json,
     history_digest,
 )
-from kvsnap.layout import Snapshot, Tensor
+from kvsnap.layout import CUT_OFF, Snapshot, Tensor
 from kvsnap.protocols import Encoded, Loss, Progress
 from kvsnap.records import (
     CRITICAL,
@@ -403,7 +403,8 @@ def write_snapshot(
     entry = Entry(span, len(snapshot.tokens), 0, snapshot.n_rows, state, check, digest)
     footer = writer.commit(
         Commit(
-            number=1, sealed=True, n_tokens=len(snapshot.tokens), n_rows=snapshot.n_rows, n_pending=snapshot.n_pending,
+            number=1, sealed=True, complete=snapshot.metadata.get("stop") not in CUT_OFF,
+            n_tokens=len(snapshot.tokens), n_rows=snapshot.n_rows, n_pending=snapshot.n_pending,
             token_offset=snapshot.token_offset, identity=identity, layout=layout, state=state, note=note,
             time_ns=time.time_ns(), digest=digest, tail=(entry,),
         )
