@@ -764,3 +764,21 @@ def test_a_damaged_session_is_told_and_not_taken_for_a_new_one(engine: Any, tmp_
         Conversation(fresh, session, on_mismatch="fresh")
     assert fresh.tokens == ()
     assert path.read_bytes() == raw
+
+
+def test_what_stands_behind_the_last_turn_is_told(engine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "s.kvsnap"
+    with Session.open(path) as session:
+        Conversation(engine, session).say("hello", max_tokens=5)
+        tokens = session.tokens
+        assert Conversation(engine, session).notes == ()
+    with path.open("ab") as file:
+        file.write(b"half a turn")
+    with Session.open(path) as session:
+        conversation = Conversation(engine, session)
+        assert session.tokens == tokens
+        assert conversation.notes[0].startswith("11 bytes behind the last turn are not part of the history")
+        conversation.say("more", max_tokens=3)
+        assert len(conversation.notes) == 1  # of this conversation it stays true
+    with Session.open(path) as session:
+        assert Conversation(engine, session).notes == ()

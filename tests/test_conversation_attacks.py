@@ -13,7 +13,7 @@ import pytest
 
 import kvsnap
 from kvsnap.conversation import Conversation
-from kvsnap.errors import ConflictError, InputError, StorageError
+from kvsnap.errors import ConflictError, DamagedError, InputError, StorageError
 from kvsnap.layout import Sampler
 from kvsnap.session import Session
 
@@ -178,6 +178,21 @@ def test_a_session_changed_while_an_answer_is_generated_is_told(engine: Any, ses
     conversation.reset()
     conversation.say("new", max_tokens=4)
     agree(conversation)
+
+
+def test_a_damaged_session_of_another_model_is_not_started_anew(tmp_path: Path, engine: Any) -> None:
+    path = tmp_path / "s.kvsnap"
+    with Session.open(path) as session:
+        conversation = Conversation(engine, session)
+        conversation.say("one", max_tokens=3)
+        conversation.say("two", max_tokens=3)
+    raw = bytearray(path.read_bytes())
+    raw[-100] ^= 1  # in the last commit
+    path.write_bytes(raw)
+    other = chat_engine(seed=1)
+    with Session.open(path) as session, pytest.raises(DamagedError, match="published but cannot be read"):
+        Conversation(other, session, on_mismatch="fresh")
+    assert (other.tokens, path.read_bytes()) == ((), bytes(raw))
 
 
 # -- answers that were cut off -----------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ class Conversation:
             metadata=metadata or {}, progress=progress,
         )  # fmt: skip
         self._speaking = Speaking(self._holding, dict(template or {}), drift, every)
+        self._torn = _torn(session)
         self.system = system
         if sampler is not None:
             self._holding.set_sampler(sampler)
@@ -111,8 +112,7 @@ class Conversation:
     @property
     def notes(self) -> tuple[str, ...]:
         """What happened when it was opened, one sentence each: a session that was started anew, a torn tail."""
-        torn = self.session.notes if self.session is not None else ()
-        return (*torn, *self._holding.notes)
+        return (*self._torn, *self._holding.notes)  # what was torn is gone from the session with the next commit
 
     @property
     def last(self) -> Turn | None:
@@ -257,6 +257,13 @@ class Conversation:
         # A turn that could not be stored gets a commit of its own, so that it can be gone back to.
         with suppress(StorageError):
             self._holding.save()
+
+
+def _torn(session: Session | None) -> tuple[str, ...]:
+    if session is None or not session.dropped:
+        return ()
+    what = "they are of a turn that was not finished, or they are damaged"
+    return (f"{session.dropped} bytes behind the last turn are not part of the history: {what}", *session.notes)
 
 
 def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:

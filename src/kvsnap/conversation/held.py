@@ -125,6 +125,7 @@ class Held:
             except (CompatibilityError, ContextError) as error:
                 if self._on_mismatch == "raise":
                     raise
+                session.check_open_to_turns()  # what is damaged is not thrown away
                 commit = session.n_commits
                 session.reset(any_model=True)
                 self.notes = (*self.notes, f"started anew: {error.message} (what was there is commit {commit})")
