@@ -84,6 +84,17 @@ class Cipher:
 # -- reading ------------------------------------------------------------------------------------------------
 
 
+WORDS: dict[str, tuple[str, ...]] = {
+    "role": (
+        "k", "v", "latent", "rope", "index", "conv", "recurrent", "cross_k", "cross_v", "draft_k", "draft_v", "logits",
+        "positions", "code", "scale", "residual", "other", "compressed", "buffer", "overlap", "zero", "draft",
+    ),
+    "growth": ("grow", "window", "replaced", "static"),
+    "rope": ("none", "before", "after", "unknown"),
+    "pairing": ("", "half", "interleaved"),
+}  # fmt: skip
+
+
 def need(condition: bool, what: str) -> None:
     if not condition:
         raise ValueError(what)
@@ -410,6 +421,8 @@ class SpecReader:
             need(not {"tensors", "layers"} & layout.keys(), "tensors and layers stand in the shard")
             layout = {"architecture": layout["architecture"], "tensors": shard["tensors"], "layers": shard["layers"]}
             check_heads(shard)
+        for spec in layout["tensors"] if layout else ():
+            need(all(spec[name] in words for name, words in WORDS.items()), "a word of a later version")
         specs = {t["id"]: t for t in layout["tensors"]} if layout else {}
         pieces: dict[str, list[Any]] = {}
         starts: dict[str, list[int]] = {}

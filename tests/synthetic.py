@@ -310,6 +310,18 @@ def write_messages(path: Path) -> None:
         session.append(snapshot((31, 32, 33, 35, 37, 38), messages=MESSAGES), after=4)
 
 
+def write_draft(path: Path) -> None:
+    """Make data/tiny_draft.kvsnap: a turn with the state of a draft, one without, one with a longer state."""
+    from kvsnap.drafts import with_draft
+    from kvsnap.session import Session
+
+    draft = {"layers": 2, "heads": 1, "dim": 2}
+    with fixed(), Session.open(path) as session:
+        session.append(with_draft(snapshot((41, 42, 43)), snapshot((41, 42), **draft)))
+        session.append(snapshot((41, 42, 43, 44), start=3))
+        session.append(with_draft(snapshot((41, 42, 43, 44, 45), start=4), snapshot((41, 42, 43, 44), **draft)))
+
+
 def write_golden() -> None:
     """Make the files in data/. Run once; they are never made again."""
     (DATA / "tiny.kvsnap").write_bytes(tiny_bytes())
@@ -319,6 +331,9 @@ def write_golden() -> None:
     (DATA / "tiny_messages.kvsnap").unlink(missing_ok=True)
     write_messages(DATA / "tiny_messages.kvsnap")
     (DATA / "tiny_messages.kvsnap").chmod(0o644)
+    (DATA / "tiny_draft.kvsnap").unlink(missing_ok=True)
+    write_draft(DATA / "tiny_draft.kvsnap")
+    (DATA / "tiny_draft.kvsnap").chmod(0o644)
     (DATA / "tiny_encrypted.kvsnap").write_bytes(tiny_encrypted_bytes())
     (DATA / "tiny.json").write_text(json.dumps(tiny_content(), indent=1, sort_keys=True) + "\n")
 

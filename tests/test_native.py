@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 import synthetic
+from kvsnap.drafts import draft_of
 from kvsnap.errors import DamagedError, FormatError, InputError, MissingError, VersionError
 from kvsnap.formats import native
 from kvsnap.formats.native import listing
 from kvsnap.inspection import summarise, verify
 from kvsnap.layout import Snapshot, Tensor, numpy_dtype
+from kvsnap.library.contents import NEWER, read_facts
 from kvsnap.session import Session
 from spec_file import IDENTITY, INDEX, LAYOUT, SPAN, STATE, Minimal, SpecReader, SpecWriter, h128, up
 from synthetic import DATA, SAMPLER, same, snapshot
@@ -228,6 +230,40 @@ def test_the_golden_session_is_read_for_ever() -> None:
         assert 0 < np.abs(tensor.array - whole.array).max() <= tensor.bound
     assert not loaded.source["complete"]
     assert verify(DATA / "tiny_session.kvsnap").ok
+
+
+def test_the_golden_session_with_a_draft_is_read_for_ever() -> None:
+    golden = DATA / "tiny_draft.kvsnap"
+    loaded, found = native.load(golden), SpecReader(golden.read_bytes()).content()
+    assert loaded.tokens == (41, 42, 43, 44, 45) == tuple(found["ids"])
+    kept = draft_of(loaded)
+    assert kept is not None
+    assert same(kept, snapshot((41, 42, 43, 44), layers=2, heads=1, dim=2)) == []
+    inner = SpecReader(found["tensors"]["draft"].tobytes()).content()  # a file of its own
+    assert inner["ids"] == [41, 42, 43, 44]
+    assert verify(golden).ok
+    with Session.open(golden, readonly=True) as session:
+        assert [session.load(n).draft is not None for n in (3, 4, 5)] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [("tensors", "role"), ("tensors", "dtype"), ("tensors", "growth"), ("tensors", "rope"), ("tensors", "pairing"),
+     ("layers", "kind")],
+)  # fmt: skip
+def test_a_word_of_a_later_version_is_refused_by_name_and_is_no_damage(where: str, name: str, tmp_path: Path) -> None:
+    """Section 6: without it nothing can be said of the history. A library leaves such a session alone."""
+    path, made = tmp_path / "a.kvsnap", Minimal(use=2)
+    path.write_bytes(made.build())
+    assert native.load(path).tokens == (5, 6, 7)
+    made.layout[where][0][name] = "hologram"
+    path.write_bytes(made.build())
+    with pytest.raises(VersionError, match=f"{name} is not known") as caught:
+        native.load(path)
+    assert "hologram" in str(caught.value.found)
+    facts = read_facts(str(path), SpecReader(path.read_bytes()).file_id.hex())
+    assert facts is not None
+    assert facts.state == NEWER
 
 
 def test_the_example_page_is_made_from_the_golden_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

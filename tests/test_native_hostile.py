@@ -328,12 +328,12 @@ def layout_axis_not_text(m: Minimal) -> Any:
     m.layout["tensors"][0]["axes"] = ["head", "row", 5]
 
 
-@case("FormatError")
+@case("VersionError")
 def layout_unknown_dtype(m: Minimal) -> Any:
     m.layout["tensors"][0]["dtype"] = "object"
 
 
-@case("FormatError")
+@case("VersionError")
 def layout_unknown_role(m: Minimal) -> Any:
     m.layout["tensors"][0]["role"] = "__class__"
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from kvsnap.errors import FormatError
+from kvsnap.errors import FormatError, VersionError
 
 __all__ = ["Members"]
 
@@ -33,6 +33,16 @@ class Members:
             self.refuse(name, "text", value)
         if choices and value not in choices:
             self.refuse(name, "one of " + " ".join(c or "(empty)" for c in choices), value)
+        return value
+
+    def word(self, name: str, known: Sequence[str]) -> str:
+        """Return a word of a list that a later version may add to. Raise `VersionError` for one that is not known."""
+        value = self.text(name)
+        if value not in known:
+            raise VersionError(
+                f"{self.what}: {name} is not known; a newer release may know it", path=self.path, offset=self.offset,
+                expected="one of " + " ".join(w or "(empty)" for w in known), found=reprlib.repr(value)[:60],
+            )  # fmt: skip
         return value
 
     def integer(self, name: str, low: int, high: int) -> int:

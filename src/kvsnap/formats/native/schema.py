@@ -137,16 +137,16 @@ def _spec(data: Any, path: str | None, offset: int) -> TensorSpec:
         id=r.integer("id", 0, 2**32 - 1),
         name=r.text("name"),
         layer=r.integer("layer", -1, MAX_LAYERS),
-        role=r.text("role", ROLES),
-        dtype=r.text("dtype", tuple(DTYPES)),
+        role=r.word("role", ROLES),
+        dtype=r.word("dtype", tuple(DTYPES)),
         axes=axes,
         shape=shape,
-        growth=r.text("growth", get_args(Growth)),  # type: ignore[arg-type] # one of the choices
+        growth=r.word("growth", get_args(Growth)),  # type: ignore[arg-type] # one of the choices
         row_axis=r.integer("row_axis", -1, len(shape) - 1),
         tokens_per_row=r.integer("tokens_per_row", 1, 2**20),
         window=r.integer("window", 0, 2**40),
-        rope=r.text("rope", get_args(RopeState)),  # type: ignore[arg-type] # one of the choices
-        pairing=r.text("pairing", get_args(Pairing)),  # type: ignore[arg-type] # one of the choices
+        rope=r.word("rope", get_args(RopeState)),  # type: ignore[arg-type] # one of the choices
+        pairing=r.word("pairing", get_args(Pairing)),  # type: ignore[arg-type] # one of the choices
     )
     row_bytes = numpy_dtype(spec.dtype).itemsize
     for size in shape:
@@ -163,7 +163,7 @@ def _spec(data: Any, path: str | None, offset: int) -> TensorSpec:
 
 
 def parse_layout(raw: bytes, path: str | None, offset: int) -> Geometry:
-    """Parse the payload of a LAYOUT record. Raise `FormatError` naming the member."""
+    """Parse the payload of a LAYOUT record. Raise `FormatError` naming the member, `VersionError` an unknown word."""
     outer = r = Members(parse_json(raw, path, offset), "LAYOUT", path, offset)
     if "shard" in r.data:
         if "tensors" in r.data or "layers" in r.data:
@@ -188,7 +188,7 @@ def parse_layout(raw: bytes, path: str | None, offset: int) -> Geometry:
             row.refuse("tensors", "ids of tensors in this LAYOUT", sorted(set(ids) - known)[:4])
         quantised = row.text("quantisation") if "quantisation" in row.data else ""
         layers.append(
-            LayerShape(row.text("kind", LAYER_KINDS), row.integer("num_query_heads", 0, 2**20), shares, ids, quantised)
+            LayerShape(row.word("kind", LAYER_KINDS), row.integer("num_query_heads", 0, 2**20), shares, ids, quantised)
         )
     shard = None if r is outer else _shard(r, tensors)
     return Geometry(outer.text("architecture"), tensors, tuple(layers), shard)
