@@ -326,6 +326,17 @@ def test_a_session_of_another_model_is_refused_and_fresh_starts_it_anew(chat: Ch
     assert len(chat(":history\n", using=None).out.splitlines()) == 2
 
 
+def test_a_chat_that_was_reset_is_still_of_its_model_which_is_said_before_an_answer(chat: Chat, other: Path) -> None:
+    chat("one\n:reset\n")
+    refused = chat("two\n", using=other)
+    assert (refused.code, refused.out) == (7, "")
+    assert "--fresh" in refused.err
+    assert "a new conversation" not in refused.err
+    (turn,) = chat("two\n", "--fresh", "--json", using=other).turns
+    assert turn["unsaved"] == 0
+    assert chat(":info\n", using=None).code == 0
+
+
 def test_open_takes_the_model_of_the_session_along(chat: Chat, model: Path, other: Path) -> None:
     chat("one\n", "theirs", using=other)
     chat("one\n", "ours")

@@ -583,7 +583,7 @@ def test_rewind_undoes_a_truncate_and_a_reset(kv: Call, session: Path) -> None:
     assert "0 -> 6 tokens" in kv("rewind", session, commits[-1]["commit"]).out
     assert kvsnap.load(session).tokens == TOKENS
     data = kv("rewind", session, commits[-1]["commit"] + 1, "--json").data
-    assert (data["tokens_before"], data["tokens"]) == (6, 4)
+    assert (data["n_tokens_before"], data["n_tokens"]) == (6, 4)
     assert [t["operation"] for t in kv("log", session, "--json").data["turns"]][-2:] == ["rewind", "rewind"]
     before = digest(session)
     refused = kv("rewind", session, 99)
@@ -618,7 +618,7 @@ def test_compact_drops_what_was_cut_off(kv: Call, session: Path) -> None:
 
 def test_truncate_and_reset_are_turns_of_their_own(kv: Call, session: Path) -> None:
     data = kv("truncate", session, 4, "--json").data
-    assert (data["tokens_before"], data["tokens"]) == (6, 4)
+    assert (data["n_tokens_before"], data["n_tokens"]) == (6, 4)
     assert data["written"] > 0
     assert kvsnap.load(session).tokens == TOKENS[:4]
     assert "4 -> 0 tokens" in kv("reset", session).out

@@ -101,6 +101,29 @@ def test_what_a_session_cannot_take_is_refused_before_an_answer_is_generated(
     assert (code, apart["restored"]["exact"]) == (0, False)
 
 
+def test_an_emptied_session_is_still_of_its_model_which_is_said_before_an_answer_is_generated(
+    kv: Call, models: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, other = models
+    path = str(tmp_path / "s.kvsnap")
+    begun(kv, first, path)
+    assert run(["reset", path]) == 0
+    before = Path(path).read_bytes()
+    for command in (["generate", "more", "--session", path], ["resume", path, "--append", "--prompt", "more"]):
+        capsys.readouterr()
+        assert run([*command, "--model", other, "--max-tokens", "4"]) == 7
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert "weights differ" in told.err
+        assert Path(path).read_bytes() == before
+    more = ("generate", "more", "--session", path, "--max-tokens", "4")
+    code, anew, _ = kv(*more, "--model", other, "--fresh")
+    assert (code, anew["restored"], len(anew["warnings"])) == (0, None, 1)
+    assert run(["reset", path]) == 0
+    code, on, _ = kv(*more, "--model", other, "--fresh")
+    assert (code, on["tokens"], on["warnings"]) == (0, anew["tokens"], [])
+
+
 @pytest.mark.parametrize("option", [("--fresh",), ("--accept", "weights")])
 def test_without_a_session_there_is_nothing_to_accept(
     models: tuple[str, str], option: tuple[str, ...], capsys: pytest.CaptureFixture[str]

@@ -67,7 +67,7 @@ def test_every_reading_command_takes_a_name(kv: Call, library: Path) -> None:
 
 
 def test_writing_commands_go_through_the_library(kv: Call, library: Path, tmp_path: Path) -> None:
-    assert kv("truncate", "@chat", 4, "--json").data["path"] == "@chat"
+    assert kv("truncate", "@chat", 4, "--json").data["path"] == kv("info", "@chat", "--json").data["path"]
     assert kv("reset", "@chat").out.startswith("@chat: 4 -> 0 tokens")
     assert kv("rewind", "@chat", 3).code == 0
     assert kv("compact", "@chat").out.startswith("@chat: ")

@@ -254,6 +254,7 @@ def test_the_golden_session_with_a_draft_is_read_for_ever() -> None:
 def test_a_word_of_a_later_version_is_refused_by_name_and_is_no_damage(where: str, name: str, tmp_path: Path) -> None:
     """Section 6: without it nothing can be said of the history. A library leaves such a session alone."""
     path, made = tmp_path / "a.kvsnap", Minimal(use=2)
+    made.commit = {"operation": 1, "flags": 1}
     path.write_bytes(made.build())
     assert native.load(path).tokens == (5, 6, 7)
     made.layout[where][0][name] = "hologram"

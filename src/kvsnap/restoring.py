@@ -84,19 +84,19 @@ def check(
 def check_one_model(
     snapshot: Snapshot, engine: Engine, *, accept: Sequence[str] = (), progress: Progress | None = None
 ) -> None:
-    """Raise `CompatibilityError` where what was accepted keeps a session from taking a turn of this engine.
+    """Raise `CompatibilityError` where a session takes no turn of this engine, and `restore` would not refuse it.
 
-    A session is of one model. So a difference that `restore` may take on is refused here, before an answer is generated
-    that could not be stored. Unknown fields are no difference. Without `accept` it is for `restore` to refuse.
+    A session is of one model, also when it is empty again. So a difference that is accepted, or that no restore meets,
+    is refused here, before an answer is generated that could not be stored. Unknown fields are no difference.
     """
-    if not accept:
+    if not accept if snapshot.tokens else not snapshot.identity.weights:
         return
     report = check(snapshot, engine, accept=accept, progress=progress)
     differing = [f for f in report.fields if f.level == "fatal" and f.verdict == "differ"]
     if differing:
         told = "; ".join(str(f) for f in differing[:4])
         raise CompatibilityError(
-            f"a session takes turns of one model only, and what was accepted is another one: {told}", report=report
+            f"a session takes turns of one model only, and this is another one: {told}", report=report
         )
 
 

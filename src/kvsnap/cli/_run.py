@@ -228,10 +228,11 @@ def generate(
         engine = open_engine(chosen.name, dtype, attention, identity)
         draft = open_draft(dtype, attention)
         back = None
-        if session is not None and snapshot is not None and snapshot.tokens:
+        if session is not None and snapshot is not None:
             with _left(session, engine, fresh=fresh) as left:
                 check_one_model(snapshot, engine, accept=accept)
-                back = restored(snapshot, engine, accept, sampler_state(snapshot.sampler, sampler), draft=draft)
+                if snapshot.tokens:
+                    back = restored(snapshot, engine, accept, sampler_state(snapshot.sampler, sampler), draft=draft)
             if left:
                 snapshot = session.load()
                 metadata, warnings = snapshot.metadata, [*warnings, *left]

@@ -151,7 +151,7 @@ def truncate(
     with opened_session(file, create=False) as session:
         before, length = session.n_tokens, session.nbytes
         left = session.truncate(_nearest(session, n_tokens) if nearest else n_tokens)
-        _say_cut(shown(file), before, left, session.nbytes - length, as_json=as_json)
+        _say_cut(file, before, left, session.nbytes - length, as_json=as_json)
 
 
 @click.command()
@@ -171,7 +171,7 @@ def reset(file: str, as_json: bool) -> None:
     with opened_session(file, create=False) as session:
         before, length = session.n_tokens, session.nbytes
         session.reset()
-        _say_cut(shown(file), before, 0, session.nbytes - length, as_json=as_json)
+        _say_cut(file, before, 0, session.nbytes - length, as_json=as_json)
 
 
 @click.command()
@@ -192,7 +192,7 @@ def rewind(file: str, commit: int, as_json: bool) -> None:
     with opened_session(file, create=False) as session:
         before, length = session.n_tokens, session.nbytes
         left = session.rewind(commit)
-        _say_cut(shown(file), before, left, session.nbytes - length, as_json=as_json)
+        _say_cut(file, before, left, session.nbytes - length, as_json=as_json)
 
 
 def _refuse_sealed(file: str, hint: str) -> None:
@@ -209,11 +209,11 @@ def _nearest(source: kvsnap.Session | kvsnap.Snapshot, n_tokens: int) -> int:
     return reach.n_tokens
 
 
-def _say_cut(path: str, before: int, after: int, written: int, *, as_json: bool) -> None:
+def _say_cut(file: str, before: int, after: int, written: int, *, as_json: bool) -> None:
     if as_json:
-        emit({"path": path, "tokens_before": before, "tokens": after, "written": written})
+        emit({"path": str(file), "n_tokens_before": before, "n_tokens": after, "written": written})
     else:
-        print(f"{path}: {before:,} -> {count(after, 'token')}, {size(written)} written")
+        print(f"{shown(file)}: {before:,} -> {count(after, 'token')}, {size(written)} written")
 
 
 COMMANDS = (log, truncate, reset, rewind)

@@ -116,20 +116,20 @@ class Held:
         session = self._opened()
         snapshot = session.load()
         self.restored = None
-        if snapshot.tokens:
-            try:
-                check_one_model(snapshot, self.engine, accept=self.accept, progress=self.progress)
+        try:
+            check_one_model(snapshot, self.engine, accept=self.accept, progress=self.progress)
+            if snapshot.tokens:
                 self.restored = restore(
                     snapshot, self.engine, accept=self.accept, draft_reserve=self.draft_reserve, progress=self.progress
                 )
-            except (CompatibilityError, ContextError) as error:
-                if self._on_mismatch == "raise":
-                    raise
-                session.check_open_to_turns()  # what is damaged is not thrown away
-                commit = session.n_commits
-                session.reset(any_model=True)
-                self.notes = (*self.notes, f"started anew: {error.message} (what was there is commit {commit})")
-                snapshot = session.load()
+        except (CompatibilityError, ContextError) as error:
+            if self._on_mismatch == "raise":
+                raise
+            session.check_open_to_turns()  # what is damaged is not thrown away
+            commit = session.n_commits
+            session.reset(any_model=True)
+            self.notes = (*self.notes, f"started anew: {error.message} (what was there is commit {commit})")
+            snapshot = session.load()
         if not snapshot.tokens:
             self.engine.reset()
         said = session.tells_messages
