@@ -335,3 +335,29 @@ def test_a_line_that_stops_refuses_those_who_wait() -> None:
             assert (error.value.status, error.value.code) == (503, "stopping")
 
     run_line(scenario)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("temperatur", "temperature"), ("max_token", "max_tokens"), ("top-p", "top_p"), ("message", "messages"),
+     ("logit_bais", "logit_bias"), ("Stream", "stream")],
+)  # fmt: skip
+def test_a_member_that_is_misspelt_is_refused_and_the_right_one_named(name: str, meant: str) -> None:
+    with pytest.raises(RefusalError, match=f"{meant} is meant") as caught:
+        parse(body(**{name: 1}), SETTINGS)
+    assert caught.value.param == name
+
+
+def test_members_of_other_programs_change_nothing() -> None:
+    others = (
+        "typical_p",
+        "min_tokens",
+        "n_predict",
+        "mirostat",
+        "user",
+        "metadata",
+        "top_a",
+        "ignore_eos",
+        "prediction",
+    )
+    assert parse(body(**dict.fromkeys(others, 1)), SETTINGS) == parse(body(), SETTINGS)

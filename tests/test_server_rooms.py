@@ -80,7 +80,11 @@ def test_a_session_of_another_model_is_refused_or_started_anew(engine: Any, tmp_
     with pytest.raises(CompatibilityError) as error:
         room.place(asked(user("Whose is this?")), "theirs")
     assert refused(error.value).status == 409
-    assert "weights" in refused(error.value).body["error"]["message"]
+    told = refused(error.value).body["error"]["message"]
+    assert told.count("weights differ") == 4  # each difference once
+    assert "; and " in told
+    assert "--fresh" in told
+    assert "accept=" not in told  # which a client cannot do
     assert room.place(asked(user("Whose is this?")), None).how == "new"  # what another model holds is no beginning
     room.close()
     room = room_of(other, tmp_path, fresh=True)

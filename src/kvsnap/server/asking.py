@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,16 @@ __all__ = ["Asked", "integer_of", "object_of", "parse"]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _SAMPLER = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+_TAKEN = frozenset((
+    "messages", "model", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options", "tools",
+    "tool_choice", *_SAMPLER,
+))  # fmt: skip
+_IGNORED = frozenset((
+    "user", "metadata", "store", "parallel_tool_calls", "service_tier", "reasoning_effort", "prediction", "verbosity",
+    "safety_identifier", "prompt_cache_key",
+))  # fmt: skip
+_NEAR = 0.85
+"""How like two names are, from 0 to 1, of which one is taken for the other misspelt."""
 _MOST_STOPS, _LONGEST_STOP, _DEEPEST = 16, 1000, 32
 _NOTHING: tuple[Any, ...] = (None, False, [], {})
 # Members that ask for what is not done, with the values that ask for nothing.
@@ -87,6 +98,7 @@ def parse(raw: bytes, settings: Settings) -> Asked:
     for name, allowed in _REFUSED.items():
         if name in body and not _is_one_of(body[name], allowed):
             raise RefusalError(400, f"{name} is not supported here", param=name, code="unsupported_parameter")
+    _check_names(body)
     _check_model(body, settings)
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
@@ -100,6 +112,15 @@ def parse(raw: bytes, settings: Settings) -> Asked:
         stream=_flag(body, "stream"),
         usage=_flag(options or {}, "include_usage"),
     )
+
+
+def _check_names(body: Mapping[str, Any]) -> None:
+    """Refuse a member whose name is nearly that of one that counts; others that are not known change nothing."""
+    for name in body.keys() - _TAKEN - _REFUSED.keys() - _IGNORED:
+        near = difflib.get_close_matches(name.lower().replace("-", "_"), (*_TAKEN, *_REFUSED), 1, _NEAR)
+        if near:
+            raise RefusalError(400, f"there is no member {name[:80]!r}; {near[0]} is meant, perhaps", param=name[:80],
+                               code="unsupported_parameter")  # fmt: skip
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:

@@ -95,6 +95,13 @@ def _body(status: int, message: str, param: str | None, code: str, session: str 
 def _told(error: KvsnapError) -> str:
     known = (("expected", error.expected), ("found", error.found))
     facts = ", ".join(f"{word} {value}" for word, value in known if value is not None)
-    report = getattr(error, "report", None)
-    fields = "" if report is None else ": " + "; ".join(str(f) for f in report.refusals[:4])
-    return f"{error.message}{fields}" + (f"; {facts}" if facts else "")
+    message = error.message
+    if isinstance(error, CompatibilityError) and error.report is not None and error.report.refusals:
+        # Its own message says what a caller in Python can do, which a client cannot.
+        bad = error.report.refusals
+        more = f"; and {len(bad) - 4} more" if len(bad) > 4 else ""
+        message = (
+            f"this session is of another model than the one served: {'; '.join(map(str, bad[:4]))}{more}. Name another "
+            "session; a server started with --fresh starts it anew"
+        )
+    return message + (f"; {facts}" if facts else "")

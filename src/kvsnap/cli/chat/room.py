@@ -289,8 +289,8 @@ def _opened(file: str) -> Iterator[Session]:
             session = opened.enter_context(opened_session(file))
         except BusyError as error:
             raise BusyError(
-                f"session {shown(file)} is open for writing already, in another chat or command: close it there, or "
-                "chat in another session", path=error.path,
+                f"session {shown(file)} is open for writing already, in another chat, server or command: close it "
+                "there, or chat in another session", path=error.path,
             ) from error  # fmt: skip
         yield session
 
