@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsnap.conversation.aligning import align, cause_of
+from kvsnap.conversation.aligning import Agreed, align, cause_of
 from kvsnap.conversation.rendering import checked, starts_of
 from kvsnap.conversation.stopping import Shown
 from kvsnap.errors import InputError
@@ -84,6 +84,41 @@ def test_long_histories_of_the_same_text_stay_whole_whatever_their_tokens() -> N
     found = align(saved, [*rendered, WORDS.index("</s>")], text_of)
     assert found.kept == len(saved)
     assert found.ids == (*saved, WORDS.index("</s>"))
+
+
+@given(
+    st.lists(st.integers(0, len(WORDS) - 1), max_size=20),
+    st.lists(st.integers(0, len(WORDS) - 1), max_size=20),
+    st.lists(st.integers(0, len(WORDS) - 1), max_size=20),
+    st.randoms(),
+)
+def test_what_was_agreed_before_is_not_compared_again_and_says_the_same(
+    saved: list[int], before: list[int], more: list[int], draw: random.Random
+) -> None:
+    first = align(saved, before, text_of)
+    agreed = Agreed(tuple(before), first.ids, first.kept - first.seams if first.seams else None)
+    wrote = [draw.randrange(len(WORDS)) for _ in range(4)]
+    live, given_now = (*first.ids, *wrote), [*before, *wrote[:2], *more]
+    seen: list[int] = []
+
+    def looked_at(ids: list[int] | tuple[int, ...]) -> str:
+        seen.append(len(ids))
+        return text_of(ids)
+
+    found = align(live, given_now, looked_at, agreed)
+    assert text_of(found.ids) == text_of(given_now)
+    assert found.ids[: found.kept] == live[: found.kept]
+    assert found.kept >= len(first.ids)
+    assert max(seen, default=0) <= len(more) + 4  # nothing of what was agreed is decoded
+    other = align(live, [*before[:-1], *more] if before else more, text_of, agreed)
+    assert text_of(other.ids) == text_of([*before[:-1], *more] if before else more)
+
+
+def test_what_was_agreed_counts_its_seams_on() -> None:
+    first = align(ids_of("a", "b", "</s>"), ids_of("ab", "</s>", "a"), text_of)
+    agreed = Agreed(ids_of("ab", "</s>", "a"), first.ids, first.kept - first.seams)
+    found = align((*first.ids, *ids_of("b")), ids_of("ab", "</s>", "a", "b", "a"), text_of, agreed)
+    assert (found.kept, found.seams) == (5, 5)
 
 
 # -- the likely cause --------------------------------------------------------------------------------------------------

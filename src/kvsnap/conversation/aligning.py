@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kvsnap.reach import Reach
 
-__all__ = ["Aligned", "Cause", "Why", "align", "cause_of", "limited"]
+__all__ = ["Agreed", "Aligned", "Cause", "Why", "align", "cause_of", "limited"]
 
 Cause = Literal["edited", "template", "thinking", "tokenisation", "layer", "logits"]
 Detokenize = Callable[[Sequence[int]], str]
@@ -84,12 +84,28 @@ class Aligned:
     seams: int
 
 
-def align(saved: Sequence[int], given: Sequence[int], detokenize: Detokenize) -> Aligned:
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """Ids that were `given` before and those that were `kept` for them, which say the same; seams begin at `first`."""
+
+    given: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    first: int | None = None
+
+
+def align(saved: Sequence[int], given: Sequence[int], detokenize: Detokenize, agreed: Agreed | None = None) -> Aligned:
     """Return how to go on from `saved` ids to `given` ones, keeping as many of the saved ones as say the same.
 
     A model may write a text in other tokens than its tokenizer would: what it wrote stays as it was, up to the last
-    place where a token ends on both sides.
+    place where a token ends on both sides. Where both begin as was `agreed` before, that part is not compared again.
     """
+    if agreed is not None and agreed.given:
+        here, there = len(agreed.kept), len(agreed.given)
+        if tuple(saved[:here]) == agreed.kept and tuple(given[:there]) == agreed.given:
+            rest = align(saved[here:], given[there:], detokenize)
+            kept = here + rest.kept
+            seams = rest.seams if agreed.first is None else kept - agreed.first
+            return Aligned((*agreed.kept, *rest.ids), kept, seams)
     common = next((i for i, (a, b) in enumerate(zip(saved, given, strict=False)) if a != b), None)
     if common is None:
         common = min(len(saved), len(given))

@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, cast
 
-from kvsnap.conversation.aligning import Aligned, Why, align, cause_of, limited
+from kvsnap.conversation.aligning import Agreed, Aligned, Why, align, cause_of, limited
 from kvsnap.conversation.going import Going
 from kvsnap.conversation.holding import Holding
 from kvsnap.conversation.rendering import following, rendered
@@ -33,6 +33,7 @@ class Speaking:
         self._template = template
         self._drift = drift
         self._every = every
+        self._agreed = Agreed()
         self._going: Going | None = None
         self._tokens: weakref.ref[Generator[Token | None, None, None]] | None = None
 
@@ -100,7 +101,8 @@ class Speaking:
         if kept is not None:
             return kept
         ids = rendered(engine, messages, self._template, behind=preface > 0)
-        found = align(saved[preface:], ids, engine.detokenize)
+        found = align(saved[preface:], ids, engine.detokenize, self._agreed)
+        self._agreed = Agreed(ids, found.ids, found.kept - found.seams if found.seams else None)
         return Aligned((*saved[:preface], *found.ids), preface + found.kept, found.seams)
 
     def go_back_to(self, messages: tuple[Message, ...]) -> None:
