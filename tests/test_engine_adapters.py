@@ -247,7 +247,7 @@ def on_parameters(*names: str) -> Any:
 
 
 def digests(model: Any) -> Any:
-    return _digests(dict(named_tensors(model)), Adapters.of(model), 1, None)
+    return _digests(dict(named_tensors(model)), Adapters.of(model), 1, None, None)
 
 
 def test_the_parameter_that_an_adapter_is_for_counts() -> None:

@@ -48,8 +48,8 @@ def test_truncate_and_fork_on_the_command_line(tmp_path: Path, capsys: pytest.Ca
     assert path.read_bytes() == before
     assert told(capsys, "fork", path, tmp_path / "b.kvsnap", "--at", 15, "--nearest", "--json")["n_tokens"] == 5
     out = tmp_path / "c.kvsnap"
-    assert told(capsys, "truncate", path, 24, "-o", out, "--nearest", "--json")["tokens"] == 24
-    assert told(capsys, "truncate", path, 15, "--nearest", "--json")["tokens"] == 5
+    assert told(capsys, "truncate", path, 24, "-o", out, "--nearest", "--json")["n_tokens"] == 24
+    assert told(capsys, "truncate", path, 15, "--nearest", "--json")["n_tokens"] == 5
     for file in (path, tmp_path / "b.kvsnap"):
         short = model.copy()
         short.cut(5)
@@ -63,7 +63,7 @@ def test_compact_states_on_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert told(capsys, "compact", path, "--states", 2, "--json")["n_turns"] == 4
     assert "is stored at 24 tokens" in told(capsys, "truncate", path, 22, code=12)
     assert "not stored any more" in told(capsys, "rewind", path, 2, code=12)
-    assert told(capsys, "truncate", path, 24, "--json")["tokens"] == 24
+    assert told(capsys, "truncate", path, 24, "--json")["n_tokens"] == 24
     assert told(capsys, "info", path, "--json")["n_tokens"] == 24
     assert len(told(capsys, "log", path, "--json")["turns"]) == 5
 
