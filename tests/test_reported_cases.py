@@ -885,7 +885,9 @@ def test_b32_a_native_file_with_an_unknown_kind_of_layer_is_refused_by_name(
     with monkeypatch.context() as patch:  # as another program would write it, checksums and all
         patch.setattr(schema, "LAYER_KINDS", ("latent", kind))
         data = kvsnap.dumps(wrong)
-    with pytest.raises(FormatError, match=r"LAYOUT layer 0: kind is not known; a newer release may know it; expected one of attention"):
+    with pytest.raises(
+        FormatError, match=r"LAYOUT layer 0: kind is not known; a newer release may know it; expected one of attention"
+    ):
         content(kvsnap.loads(data))
 
 
