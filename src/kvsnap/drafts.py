@@ -16,6 +16,7 @@ from kvsnap.formats import native
 from kvsnap.identity import compare
 from kvsnap.layout import Snapshot, Tensor, TensorSpec
 from kvsnap.protocols import Engine, Progress
+from kvsnap.runs import common_length
 
 __all__ = ["draft_of", "restore_draft", "same_beginning", "with_draft"]
 
@@ -59,8 +60,7 @@ def draft_of(snapshot: Snapshot) -> Snapshot | None:
 
 def same_beginning(draft: Snapshot, snapshot: Snapshot) -> Snapshot | None:
     """Return what of a draft's state is of ids that a history begins with, as far as its layers can be cut there."""
-    pairs = enumerate(zip(draft.tokens, snapshot.tokens, strict=False))
-    same = next((i for i, (a, b) in pairs if a != b), min(len(draft.tokens), len(snapshot.tokens)))
+    same = common_length(draft.tokens, snapshot.tokens)
     if len(draft.tokens) != draft.n_rows + draft.n_pending:  # the first ids are not known
         return None
     found = draft.truncate(draft.reach(same).n_tokens)

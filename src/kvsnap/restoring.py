@@ -16,6 +16,7 @@ from kvsnap.identity import Compatibility, compare
 from kvsnap.labels import accepted_label, inexact_because
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine, Progress
+from kvsnap.runs import common_length
 from kvsnap.session import Session
 
 __all__ = ["Policy", "Restored", "check", "check_one_model", "ids_of", "placed", "restore", "reuse"]
@@ -240,7 +241,7 @@ def _beginning(source: Snapshot | Session, ids: tuple[int, ...]) -> tuple[Snapsh
     if not isinstance(whole, Snapshot):
         raise InputError("reuse takes a snapshot or a session", found=type(source).__name__)
     stored = whole.tokens if len(whole.tokens) == whole.n_rows + whole.n_pending else ()  # else the first are not known
-    same = next((i for i, (a, b) in enumerate(zip(stored, ids, strict=False)) if a != b), min(len(stored), len(ids)))
+    same = common_length(stored, ids)
     # Where all ids are stored, but not the logits behind the last, that one is evaluated again.
     for length in (same, len(ids) - 1) if same == len(ids) else (same,):
         nearest = source.reach(length).n_tokens if stored else 0

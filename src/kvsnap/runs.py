@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["PositionRun", "Run", "RunKind", "cut_positions", "cut_runs", "join_positions", "join_runs"]
+__all__ = ["PositionRun", "Run", "RunKind", "common_length", "cut_positions", "cut_runs", "join_positions", "join_runs"]
 
 RunKind = Literal["prompt", "generated"]
 
@@ -25,6 +25,11 @@ class PositionRun:
 
     start: int
     count: int
+
+
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return how many items, as ids, are the same from the first on."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def cut_runs(runs: Sequence[Run], n_tokens: int) -> tuple[Run, ...]:

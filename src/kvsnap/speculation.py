@@ -17,6 +17,7 @@ from kvsnap import sampling
 from kvsnap.errors import CompatibilityError, InputError
 from kvsnap.layout import Sampler, SamplerState
 from kvsnap.protocols import Drafting, Token, Verifying
+from kvsnap.runs import common_length
 
 __all__ = ["Lookup", "Speculated", "Speculation", "speculate"]
 
@@ -116,7 +117,7 @@ def follow(draft: Drafting, tokens: tuple[int, ...]) -> None:
     """Have a draft hold just `tokens`, all evaluated: what it holds of them stays as far as its layers allow it."""
     have = draft.tokens
     stored = len(have) == draft.n_rows + draft.n_pending
-    same = next((i for i, (a, b) in enumerate(zip(have, tokens, strict=False)) if a != b), min(len(have), len(tokens)))
+    same = common_length(have, tokens)
     if not stored:
         draft.reset()
     elif same < len(have):

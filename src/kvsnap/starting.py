@@ -13,6 +13,7 @@ from kvsnap.layout import Snapshot
 from kvsnap.library import Library, LibrarySession
 from kvsnap.protocols import Engine
 from kvsnap.restoring import Restored, ids_of, reuse
+from kvsnap.runs import common_length
 
 __all__ = ["Started", "start"]
 
@@ -100,8 +101,7 @@ def _filled(session: LibrarySession, engine: Engine, ids: tuple[int, ...]) -> Re
 
 def _cut(session: LibrarySession, ids: tuple[int, ...]) -> Snapshot:
     """Truncate a session to what of it begins `ids` and can be gone on from; return that."""
-    stored = session.tokens
-    same = next((i for i, (a, b) in enumerate(zip(stored, ids, strict=False)) if a != b), min(len(stored), len(ids)))
+    same = common_length(session.tokens, ids)
     if same < session.n_tokens:
         session.truncate(same, nearest=True)
     kept = session.load()

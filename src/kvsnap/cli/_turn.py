@@ -24,6 +24,7 @@ from kvsnap.cli._output import (
     size,
     waiting,
 )
+from kvsnap.conversation.rendering import following
 from kvsnap.errors import ContextError, InputError
 from kvsnap.journalling import Journalled, Saying, journal
 from kvsnap.layout import CUT_OFF, UNFINISHED, Sampler, SamplerState, Snapshot
@@ -33,7 +34,6 @@ from kvsnap.speculation import Speculation
 
 __all__ = ["INTERRUPTED", "STOPS", "Turn", "interruption", "is_whole", "prompt_ids", "restored", "saying"]
 
-_MARK = "kvsnap-mark-of-an-answer"
 _NOTE = 160
 """Characters of the one note that is shown where a restore is not exact."""
 INTERRUPTED = 130
@@ -95,14 +95,8 @@ def prompt_ids(engine: Engine, text: str, *, chat: bool) -> tuple[int, ...]:
         return engine.tokenize(text, special=not engine.tokens)
     if not engine.tokens:
         return engine.render([{"role": "user", "content": text}])
-    # What a template puts between an answer and the next message is found by rendering both around a mark.
-    messages = [("user", "?"), ("assistant", _MARK), ("user", text)]
-    whole = engine.detokenize(engine.render([{"role": r, "content": c} for r, c in messages]))
-    _, found, after = whole.partition(_MARK)
-    if not found:
-        raise InputError("this chat template rewrites earlier answers, so a turn cannot be added with --chat")
-    last = engine.detokenize(engine.tokens[-1:])
-    return engine.tokenize(after.removeprefix(last), special=False)
+    roles = (("user", "?"), ("assistant", "?"), ("user", text))
+    return following(engine, [{"role": r, "content": c} for r, c in roles], {}, engine.tokens, 1)
 
 
 def saying(snapshot: Snapshot | None, prompt: str | tuple[int, ...], *, chat: bool) -> Saying:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvsnap.reach import Reach
+from kvsnap.runs import common_length
 
 __all__ = ["Agreed", "Aligned", "Cause", "Why", "align", "cause_of", "limited"]
 
@@ -106,9 +107,8 @@ def align(saved: Sequence[int], given: Sequence[int], detokenize: Detokenize, ag
             kept = here + rest.kept
             seams = rest.seams if agreed.first is None else kept - agreed.first
             return Aligned((*agreed.kept, *rest.ids), kept, seams)
-    common = next((i for i, (a, b) in enumerate(zip(saved, given, strict=False)) if a != b), None)
-    if common is None:
-        common = min(len(saved), len(given))
+    common = common_length(saved, given)
+    if common in (len(saved), len(given)):
         return Aligned((*saved[:common], *given[common:]), common, 0)
     here, there = _seam(saved, given, common, detokenize)
     return Aligned((*saved[:here], *given[there:]), here, here - common)

@@ -14,10 +14,11 @@ from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine, Progress
 from kvsnap.reach import Reach
 from kvsnap.restoring import Restored, check_one_model, placed, restore
+from kvsnap.runs import common_length
 from kvsnap.sampling import start
 from kvsnap.session import Session
 
-__all__ = ["Held", "OnMismatch", "common"]
+__all__ = ["Held", "OnMismatch"]
 
 _OURS = ("stop", "preface")
 """What a conversation puts into the metadata of a session."""
@@ -168,7 +169,7 @@ class Held:
         self.keep()
 
     def _put_back(self, kept: _Kept) -> None:
-        same = common(self.engine.tokens, kept.tokens)
+        same = common_length(self.engine.tokens, kept.tokens)
         n_tokens, _ = self.cut(same, following=same < len(kept.tokens))
         if kept.tokens[n_tokens:]:
             self.engine.prefill(kept.tokens[n_tokens:])
@@ -256,11 +257,6 @@ class Held:
             snapshot = accepted_label(snapshot, self.report)
         self.engine.install(placed(snapshot, self.engine), cast="dtype" in self.accept, prefix=following)
         self.engine.sampler = sampler
-
-
-def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many ids are the same from the first on."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _preface(metadata: Mapping[str, str], n_tokens: int) -> int:

@@ -127,11 +127,9 @@ class Terminal:
         return not reply.leave
 
     def _answer(self, begin: Callable[[], Stream], draft: str = "") -> None:
-        try:
-            answer = answering.take(self._room.conversation, begin, lambda text: show(clean(text)))
-        except BaseException:
-            self._draft = draft  # nothing was said: the message is there to be sent again
-            raise
+        before, self._draft = self._draft, draft  # until something was said, the message is there to be sent again
+        answer = answering.take(self._room.conversation, begin, lambda text: show(clean(text)))
+        self._draft = before
         show("\n")
         self._room.stop = answer.turn.stop
         for line in answering.remarks(answer):

@@ -13,6 +13,7 @@ from typing import Any
 from kvsnap.errors import FormatError, InputError
 from kvsnap.formats.native.members import Members
 from kvsnap.formats.native.tables import MAX_JSON, canonical_json, parse_json
+from kvsnap.runs import common_length
 
 __all__ = [
     "MAX_DEPTH",
@@ -105,8 +106,7 @@ class Said:
     def _added(self, before: Said) -> Added | None:
         if (self.messages, self.whole, self.told) == (before.messages, before.whole, before.told):
             return None
-        pairs = enumerate(zip(before.messages, self.messages, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(before.messages), len(self.messages)))
+        same = common_length(before.messages, self.messages)
         if not self.whole:
             return Added(None, same)
         all_stay = before.whole and same == len(before.messages)
