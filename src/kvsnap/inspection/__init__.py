@@ -1,0 +1,8 @@
+"""What is in a file or a cache, without a model: summaries, checks, figures. Answers are plain data (`results`)."""
+
+from __future__ import annotations
+
+from kvsnap.inspection.checking import NonFinite, non_finite, verify
+from kvsnap.inspection.summary import LayerSummary, Stored, Summary, refuse_key, summarise
+
+__all__ = ["LayerSummary", "NonFinite", "Stored", "Summary", "non_finite", "refuse_key", "summarise", "verify"]

@@ -1,0 +1,149 @@
+"""The values of a cache, layer by layer, in one shape whatever the layer is: float32 `[heads, rows, dim]`.
+
+One tensor is in memory at a time, and of it one block of rows as float32, so a cache larger than memory can be passed
+over. Every byte that is handed out was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsnap.layout import Layer, Snapshot, Tensor
+from kvsnap.quantised import rows_of
+
+__all__ = ["BLOCK_BYTES", "HeadRows", "head_rows"]
+
+Floats = npt.NDArray[np.float32]
+
+BLOCK_BYTES = 8 << 20
+"""Bytes of float32 values that a block has at most, unless one row has more."""
+
+_STORAGE = ("positions", "code", "scale", "residual", "zero", "other", "overlap", "draft", "logits")
+"""Roles that hold no vectors of tokens: how others are stored, numbers of rows, names of an input."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadRows:
+    """The vectors of one role of one layer: `n_heads` heads of `n_rows` rows, `dim` values each. Nothing is read yet.
+
+    `role` is that of the tensor (`k`, `v`, `latent`, `rope`, `index`, `cross_k`, ...), of a quantised layer `k` or `v`.
+    `first_head` counts the heads of the layer before these (heads of unequal width are several tensors). Row `i` stands
+    for the `tokens_per_row` rows of the sequence from `(first_row + i) * tokens_per_row` on, where `grows`; else (a
+    state, rows of an encoder) the rows are no tokens of the sequence. `bound` is the largest error that storing may
+    have put into a value.
+    """
+
+    layer: int
+    role: str
+    first_head: int
+    n_heads: int
+    n_rows: int
+    dim: int
+    first_row: int
+    tokens_per_row: int
+    grows: bool
+    bound: float
+    dtype: str
+    nbytes: int
+    _tensor: Tensor | None = None
+    _quantised: Layer | None = None
+
+    @property
+    def name(self) -> str:
+        """`layer 3 k`: what a table or a message calls it."""
+        return f"layer {self.layer} {self.role}"
+
+    def values(self) -> npt.NDArray[Any]:
+        """Return all of it as `[heads, rows, dim]` in the dtype of the cache; a view where the tensor is one.
+
+        Reads and checks the tensor; raise `DamagedError` as it does.
+        """
+        if self._quantised is not None:
+            return rows_of(self._quantised, of_values=self.role == "v")
+        assert self._tensor is not None  # noqa: S101 # one of the two is there
+        return _as_heads(self._tensor)
+
+    def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, Floats]]:
+        """Yield (number of the first row in it, float32 `[heads, some rows, dim]`) from the first row to the last."""
+        values = self.values()
+        step = max(1, block_bytes // max(1, 4 * self.n_heads * self.dim))
+        for start in range(0, self.n_rows, step):
+            yield start, np.asarray(values[:, start : start + step], dtype=np.float32)
+
+    def row_numbers(self) -> npt.NDArray[np.int64]:
+        """Return the row of the sequence that each row begins with, int64 `[n_rows]`; 0, 1, ... where it is none."""
+        start = self.first_row if self.grows else 0
+        return (start + np.arange(self.n_rows, dtype=np.int64)) * (self.tokens_per_row if self.grows else 1)
+
+
+def _as_heads(tensor: Tensor) -> npt.NDArray[Any]:
+    spec, values = tensor.spec, tensor.values()
+    names = list(spec.axes)
+    if spec.row_axis >= 0:
+        values = np.moveaxis(values, spec.row_axis, 0)
+        names.insert(0, names.pop(spec.row_axis))
+        if "head" not in names:
+            return values.reshape(1, values.shape[0], -1)
+        values = np.moveaxis(values, names.index("head"), 0)
+        return values.reshape(*values.shape[:2], -1)
+    if not values.ndim:
+        return values.reshape(1, 1, 1)
+    heads = values.shape[0] if names[0] == "head" and values.ndim > 1 else 1
+    return values.reshape(heads, -1, values.shape[-1])
+
+
+def _of_tensor(layer: Layer, tensor: Tensor, first_head: int) -> HeadRows:
+    spec, shape = tensor.spec, tensor.shape
+    n_values = int(np.prod(shape, dtype=np.int64))
+    if spec.row_axis >= 0:
+        heads = shape[spec.axes.index("head")] if "head" in spec.axes else 1
+        rows = tensor.n_rows
+    else:
+        heads = shape[0] if len(shape) > 1 and spec.axes[0] == "head" else 1
+        rows = n_values // max(1, heads * shape[-1]) if shape else 1
+    dim = n_values // (heads * rows) if heads * rows else 0
+    return HeadRows(
+        layer=layer.index, role=spec.role, first_head=first_head, n_heads=heads, n_rows=rows, dim=dim,
+        first_row=tensor.start if spec.grows else 0, tokens_per_row=spec.tokens_per_row, grows=spec.grows,
+        bound=tensor.bound, dtype=spec.dtype, nbytes=tensor.nbytes, _tensor=tensor,
+    )  # fmt: skip
+
+
+def _of_quantised(snapshot: Snapshot, layer: Layer) -> Iterator[HeadRows]:
+    residuals = [t for t in layer.tensors if t.role == "residual"]
+    for place, role in enumerate(("k", "v")):
+        rows = rows_of(layer, of_values=bool(place))
+        yield HeadRows(
+            layer=layer.index, role=role, first_head=0, n_heads=rows.shape[0], n_rows=rows.shape[1], dim=rows.shape[2],
+            first_row=snapshot.n_rows - rows.shape[1], tokens_per_row=1, grows=True, bound=layer.tensors[0].bound,
+            dtype=residuals[place].spec.dtype, nbytes=rows.nbytes, _quantised=layer,
+        )  # fmt: skip
+
+
+def head_rows(snapshot: Snapshot, *, states: bool = True) -> Iterator[HeadRows]:
+    """Yield what each layer holds, in the order of layers and of the tensors in them; a layer that shares is left out.
+
+    Values kept as codes are yielded as the keys and values that they stand for; to tell how many, a quantised layer is
+    read at once. Without `states` only what has rows of the sequence. Integers and what holds no vectors (row numbers,
+    scales, names of an input) are left out.
+    """
+    for layer in snapshot.layers:
+        if layer.shares is not None:
+            continue
+        if layer.quantisation:
+            yield from _of_quantised(snapshot, layer)
+            continue
+        heads: dict[str, int] = {}
+        for tensor in layer.by_head or layer.tensors:
+            if tensor.role in _STORAGE or tensor.spec.dtype in ("bool", "uint8") or "int" in tensor.spec.dtype:
+                continue
+            if not tensor.spec.grows and not states:
+                continue
+            found = _of_tensor(layer, tensor, heads.get(tensor.role, 0))
+            heads[tensor.role] = found.first_head + found.n_heads
+            yield found
