@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvsnap.inspection.checking import NonFinite, non_finite, verify
+from kvsnap.inspection.differences import Diff
 from kvsnap.inspection.summary import LayerSummary, Stored, Summary, refuse_key, summarise
 
-__all__ = ["LayerSummary", "NonFinite", "Stored", "Summary", "non_finite", "refuse_key", "summarise", "verify"]
+__all__ = ["Diff", "LayerSummary", "NonFinite", "Stored", "Summary", "non_finite", "refuse_key", "summarise", "verify"]
