@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from kvsnap.inspection.checking import NonFinite, non_finite, verify
+from kvsnap.inspection.differences import Diff
 from kvsnap.inspection.growth import Checked, Growth, GrowthPoint, LayerGrowth, TensorGrowth, TurnGrowth
 from kvsnap.inspection.summary import LayerSummary, Stored, Summary, refuse_key, summarise
 
 __all__ = [
     "Checked",
+    "Diff",
     "Growth",
     "GrowthPoint",
     "LayerGrowth",
