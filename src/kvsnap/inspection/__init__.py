@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from kvsnap.inspection.checking import NonFinite, non_finite, verify
-from kvsnap.inspection.summary import LayerSummary, Stored, Summary, refuse_key, summarise
+from kvsnap.inspection.described import (
+    Fork,
+    InLibrary,
+    LayerGroup,
+    LayerSummary,
+    PartSize,
+    Stored,
+    Summary,
+    TurnCounts,
+)
+from kvsnap.inspection.summary import refuse_key, summarise
 
-__all__ = ["LayerSummary", "NonFinite", "Stored", "Summary", "non_finite", "refuse_key", "summarise", "verify"]
+__all__ = [
+    "Fork", "InLibrary", "LayerGroup", "LayerSummary", "NonFinite", "PartSize", "Stored", "Summary", "TurnCounts",
+    "non_finite", "refuse_key", "summarise", "verify",
+]  # fmt: skip
