@@ -13,9 +13,29 @@ from kvsnap.inspection.described import (
     Summary,
     TurnCounts,
 )
+from kvsnap.inspection.differences import Diff
+from kvsnap.inspection.growth import Checked, Growth, GrowthPoint, LayerGrowth, TensorGrowth, TurnGrowth
 from kvsnap.inspection.summary import refuse_key, summarise
 
 __all__ = [
-    "Fork", "InLibrary", "LayerGroup", "LayerSummary", "NonFinite", "PartSize", "Stored", "Summary", "TurnCounts",
-    "non_finite", "refuse_key", "summarise", "verify",
-]  # fmt: skip
+    "Checked",
+    "Diff",
+    "Fork",
+    "Growth",
+    "GrowthPoint",
+    "InLibrary",
+    "LayerGroup",
+    "LayerGrowth",
+    "LayerSummary",
+    "NonFinite",
+    "PartSize",
+    "Stored",
+    "Summary",
+    "TensorGrowth",
+    "TurnCounts",
+    "TurnGrowth",
+    "non_finite",
+    "refuse_key",
+    "summarise",
+    "verify",
+]
