@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvsnap.inspection.summary import Summary
+from kvsnap.inspection.described import Summary
 from kvsnap.layout import Snapshot
 from kvsnap.plots import Bars, Timeline, TurnBar
 from kvsnap.reports.escaping import visible
