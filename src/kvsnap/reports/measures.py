@@ -38,12 +38,15 @@ _BY_HEAD = (
 )
 
 
-def cards_of(statistics: Statistics, pieces: Sequence[str] | None) -> list[Card]:
-    """Return the cards of one file. `pieces` are the texts of its tokens, None: they are not to be shown."""
+def cards_of(statistics: Statistics, pieces: Sequence[str] | None, *, with_text: bool) -> list[Card]:
+    """Return the cards of one file. `pieces` are the texts of its tokens, None: they are not to be shown.
+
+    Without `with_text` no id of a token is told.
+    """
     cards = [_findings(statistics)]
     roles = [role for role in statistics.roles if _rows(statistics, role)]
     cards += [card for card in (_by_head(statistics, roles), _distributions(statistics)) if card is not None]
-    cards += [card for card in (_channels(statistics, roles), _by_place(statistics), _alike(statistics)) if card]
+    cards += [card for card in (_channels(statistics, roles), _by_place(statistics, with_text=with_text), _alike(statistics)) if card]
     if pieces is not None:
         cards += [card for card in (tokens_of(statistics, pieces),) if card is not None]
     return cards
@@ -165,7 +168,7 @@ def _channel_lines(mine: Sequence[Channels]) -> tuple[list[str], dict[int, Float
     return names[:longest], lines
 
 
-def _by_place(statistics: Statistics) -> Card | None:
+def _by_place(statistics: Statistics, *, with_text: bool) -> Card | None:
     blocks: list[Block] = []
     for norms in statistics.norms:
         picture = _place_map(norms)
@@ -177,7 +180,7 @@ def _by_place(statistics: Statistics) -> Card | None:
         )  # fmt: skip
         blocks.append(Figure(f"positions-{norms.role}", picture, text))
     if statistics.sinks:
-        columns = ("row", "token", "n_layers", "value_ratio", "key_ratio")
+        columns = ("row", *(("token",) if with_text else ()), "n_layers", "value_ratio", "key_ratio")
         rows = tuple(tuple(getattr(s, c) for c in columns) for s in statistics.sinks)
         blocks.append(Listing(Table("Rows that may be attention sinks", columns, rows)))
     return Card("Along the sequence", tuple(blocks)) if blocks else None
