@@ -251,6 +251,9 @@ class Codec(Protocol):
     def stored_size(self, spec: TensorSpec, n_rows: int) -> int | None:
         """Exact number of bytes that `encode` will return for `n_rows` rows, or None where it depends on the values."""
 
+    def usual_size(self, spec: TensorSpec, n_rows: int) -> int:
+        """Number of bytes for `n_rows` rows whose values are all finite, for figures told beforehand."""
+
     def decode(self, spec: TensorSpec, data: memoryview, out: npt.NDArray[Any]) -> None:
         """Decode all of `data` into `out` (shape with its rows, dtype of the spec, any strides).
 

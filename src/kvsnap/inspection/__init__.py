@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from kvsnap.inspection.checking import NonFinite, non_finite, verify
 from kvsnap.inspection.differences import Diff
+from kvsnap.inspection.growth import Checked, Growth, GrowthPoint, LayerGrowth, TensorGrowth, TurnGrowth
 from kvsnap.inspection.summary import LayerSummary, Stored, Summary, refuse_key, summarise
 
-__all__ = ["Diff", "LayerSummary", "NonFinite", "Stored", "Summary", "non_finite", "refuse_key", "summarise", "verify"]
+__all__ = [
+    "Checked",
+    "Diff",
+    "Growth",
+    "GrowthPoint",
+    "LayerGrowth",
+    "LayerSummary",
+    "NonFinite",
+    "Stored",
+    "Summary",
+    "TensorGrowth",
+    "TurnGrowth",
+    "non_finite",
+    "refuse_key",
+    "summarise",
+    "verify",
+]
