@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvsnap.inspection.checking import NonFinite, non_finite, verify
+from kvsnap.inspection.comparing import diff
 from kvsnap.inspection.differences import Diff
 from kvsnap.inspection.growth import Checked, Growth, GrowthPoint, LayerGrowth, TensorGrowth, TurnGrowth
 from kvsnap.inspection.summary import LayerSummary, Stored, Summary, refuse_key, summarise
@@ -19,6 +20,7 @@ __all__ = [
     "Summary",
     "TensorGrowth",
     "TurnGrowth",
+    "diff",
     "non_finite",
     "refuse_key",
     "summarise",

@@ -28,8 +28,9 @@ _CHARACTERS = 60
 
 
 def align(a: Snapshot, b: Snapshot, decode: tuple[Detokenize | None, Detokenize | None] = (None, None)) -> Alignment:
-    """Return how the ids of two snapshots agree, and how many rows of both have the same input. No tensor of rows is
-    read; `decode` turns ids of each side into text.
+    """Return how the ids of two snapshots agree, and how many rows of both have the same input.
+
+    No rows are read. `decode` turns ids of each side into text.
     """
     skipped = [max(0, s.n_rows + s.n_pending - len(s.tokens)) for s in (a, b)]
     start = max(skipped)

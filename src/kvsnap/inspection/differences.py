@@ -13,8 +13,8 @@ from kvsnap.results import Result, Table, plain, table_of
 
 __all__ = [
     "Alignment", "Diff", "FieldDifference", "GrowthDifference", "HeadDifference", "LayerDifference",
-    "LengthDifference", "LogitsDifference", "NotCompared", "OtherDifference", "PositionDifference", "SameRun", "Side", "Similarity",
-    "Verdict",
+    "LengthDifference", "LogitsDifference", "NotCompared", "OtherDifference", "PositionDifference", "Same",
+    "SameRun", "Side", "Similarity", "Verdict",
 ]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
@@ -232,8 +232,8 @@ class Similarity:
 class GrowthDifference:
     """What the tensors of one kind take, decoded, in both.
 
-    `kind` is that of `TensorGrowth` (`full`, `window`, `latent`, `state` ...). `per_token_*` are the bytes that one more
-    token adds at the length that each holds, `nbytes_*` what is held now.
+    `kind` is that of `TensorGrowth` (`full`, `window`, `latent`, `state` ...). `per_token_*` are the bytes that one
+    more token adds at the length that each holds, `nbytes_*` what is held now.
     """
 
     kind: str

@@ -1,6 +1,6 @@
-"""The figures of two tensors that are compared: bits, errors and cosines, by head and by row, a block of rows at a time.
+"""The figures of two tensors that are compared: bits, errors and cosines, by head and by row, block by block.
 
-Differences are taken in float64, in which those of float32 and all narrower values are exact.
+Bits are compared as they are held, in the wider dtype where the two differ; all else is computed in float64.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class ByRow:
     @staticmethod
     def empty(first: int, n_rows: int) -> ByRow:
         """Return sums of nothing."""
-        return ByRow(first, *(np.zeros(n_rows) for _ in range(4)), heads=np.zeros(n_rows, np.int64))
+        d2, a2, largest, cosine = (np.zeros(n_rows) for _ in range(4))
+        return ByRow(first, d2, a2, largest, cosine, np.zeros(n_rows, np.int64))
 
 
 @dataclass(slots=True)
