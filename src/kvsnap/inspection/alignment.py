@@ -46,8 +46,9 @@ def align(a: Snapshot, b: Snapshot, decode: tuple[Detokenize | None, Detokenize 
         n_rows = positions
     rows, told = _outside(a, b, n_rows)
     first = n_common if n_common < min(len(left), len(right)) else None
+    relation = _relation(left, right, n_common) if known or first is not None else "unknown"
     made = Alignment(
-        n_common=n_common, first=None if first is None else start + first, relation=_relation(left, right, n_common),
+        n_common=n_common, first=None if first is None else start + first, relation=relation,
         token_a=left[n_common] if first is not None else None, token_b=right[n_common] if first is not None else None,
         text_before=None, text_a=None, text_b=None, runs=(), n_same_place=0, n_rows=rows,
         by="tokens" if known else "rows", notes=(*notes, *told),
@@ -64,8 +65,6 @@ def align(a: Snapshot, b: Snapshot, decode: tuple[Detokenize | None, Detokenize 
 def _relation(
     left: Sequence[int], right: Sequence[int], n_common: int
 ) -> Literal["same", "a begins with b", "b begins with a", "diverge", "unknown"]:
-    if bool(left) != bool(right):
-        return "unknown" if not n_common else "diverge"
     if n_common == len(left) == len(right):
         return "same"
     if n_common == len(left):

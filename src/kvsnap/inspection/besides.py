@@ -123,6 +123,9 @@ def others_of(a: Snapshot, b: Snapshot, n_rows: int, layers: Sequence[int] | Non
     """
     made = [
         _values("counts", _counts(a), _counts(b)),
+        _values("tokens", *(f"{len(s.tokens)} ids" if s.tokens else None for s in (a, b)))
+        if bool(a.tokens) != bool(b.tokens)
+        else None,
         _values("runs", [asdict(r) for r in a.runs] or None, [asdict(r) for r in b.runs] or None),
         _values("sampler", *(None if s.sampler is None else asdict(s.sampler.settings) for s in (a, b))),
         _values("random state", *(None if s.sampler is None else asdict(s.sampler.random) for s in (a, b))),
