@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import kvsnap
 import synthetic
+from kvsnap import Diff, diff
 from kvsnap.errors import DamagedError, InputError, MissingError
-from kvsnap.inspection import Diff, diff
 from kvsnap.inspection.alignment import same_runs
 from kvsnap.inspection.similarity import cka_between, gram
 from kvsnap.layout import Layer, PositionRun, Snapshot, Tensor, TensorSpec, numpy_dtype

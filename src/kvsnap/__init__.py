@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
+    from kvsnap.inspection.comparing import diff
+    from kvsnap.inspection.differences import Diff
+    from kvsnap.inspection.effects import Quality
+    from kvsnap.inspection.quality import quality
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
@@ -54,6 +58,7 @@ __all__ = [
     "Compatibility",
     "Continuation",
     "Conversation",
+    "Diff",
     "Engine",
     "Head",
     "Identity",
@@ -62,6 +67,7 @@ __all__ = [
     "Layer",
     "Library",
     "LossReport",
+    "Quality",
     "Restored",
     "Rope",
     "Sampler",
@@ -78,6 +84,7 @@ __all__ = [
     "check",
     "connect",
     "convert",
+    "diff",
     "draft_of",
     "dumps",
     "generate",
@@ -88,6 +95,7 @@ __all__ = [
     "load",
     "loads",
     "probe",
+    "quality",
     "remove",
     "repair",
     "restore",
@@ -111,14 +119,18 @@ _LATER = {
     "Branch": "branching",
     "Branches": "branching",
     "Conversation": "conversation",
+    "Diff": "inspection.differences",
     "Library": "library",
+    "Quality": "inspection.effects",
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
     "branch": "branching",
+    "diff": "inspection.comparing",
     "draft_of": "drafts",
     "inspect_attention": "probing",
     "probe": "probing",
+    "quality": "inspection.quality",
     "save_attention": "probing",
     "speculate": "speculation",
     "start": "starting",
