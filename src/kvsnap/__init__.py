@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvsnap.library import Library
     from kvsnap.probing import inspect_attention, probe, save_attention
     from kvsnap.protocols import Engine, Token
+    from kvsnap.reporting import ReportFile, report, report_library
     from kvsnap.session import Session
     from kvsnap.speculation import Speculated, Speculation, speculate
     from kvsnap.starting import Started, start
@@ -68,6 +69,7 @@ __all__ = [
     "Library",
     "LossReport",
     "Quality",
+    "ReportFile",
     "Restored",
     "Rope",
     "Sampler",
@@ -98,6 +100,8 @@ __all__ = [
     "quality",
     "remove",
     "repair",
+    "report",
+    "report_library",
     "restore",
     "reuse",
     "save",
@@ -122,6 +126,7 @@ _LATER = {
     "Diff": "inspection.differences",
     "Library": "library",
     "Quality": "inspection.effects",
+    "ReportFile": "reporting",
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
@@ -131,6 +136,8 @@ _LATER = {
     "inspect_attention": "probing",
     "probe": "probing",
     "quality": "inspection.quality",
+    "report": "reporting",
+    "report_library": "reporting",
     "save_attention": "probing",
     "speculate": "speculation",
     "start": "starting",

@@ -26,7 +26,7 @@ from kvsnap.reports.contents import overview, overview_table, sizes, text_of_cha
 from kvsnap.reports.escaping import slug, visible
 from kvsnap.reports.growing import cards_of_growth, compared_growth
 from kvsnap.reports.measures import cards_of
-from kvsnap.reports.page import Block, Card, Figure, Group, Listing, Note, Page, Text, figures_of, html_of
+from kvsnap.reports.page import Block, Card, Figure, Group, Listing, Note, Page, figures_of, html_of
 from kvsnap.reports.shelves import page_of_library
 from kvsnap.reports.words import count
 from kvsnap.results import Result, Table, table_of
@@ -162,7 +162,8 @@ def report(
         problems += [problem] if problem else []
         steps.next()
     head = title or (f"Report of {visible(shown[0])}" if len(shown) == 1 else f"Report of {len(shown)} files")
-    lead = f"{count(sum(t.summary.n_tokens for t in told), 'token')} in {count(len(told), 'file')}, kvsnap {__version__}"
+    n_tokens = sum(t.summary.n_tokens for t in told)
+    lead = f"{count(n_tokens, 'token')} in {count(len(told), 'file')}, kvsnap {__version__}"
     page = Page(head, lead, tuple(groups), foot="", notes=(Note(_WITH_TEXT if text else _WITHOUT),))
     return _written(page, out, figures, figure_format, problems, steps)
 

@@ -21,7 +21,11 @@ __all__ = ["COMMANDS"]
 )
 @click.option("--figures", metavar="DIR", help="Write each picture into this directory, too.")
 @click.option(
-    "--figure-format", type=click.Choice(["png", "svg"]), default="png", show_default=True, help="What --figures writes."
+    "--figure-format",
+    type=click.Choice(["png", "svg"]),
+    default="png",
+    show_default=True,
+    help="Of --figures.",
 )
 @click.option("--sample", type=click.IntRange(min=1), metavar="N", help="Look at N rows of each tensor, not at all.")
 @click.option("--no-text", is_flag=True, help="Leave text and token ids out of the page.")
@@ -53,13 +57,13 @@ def report(
         if not files:
             with open_existing() as library:
                 made = kvsnap.report_library(
-                    library, output, title=title, figures=figures, figure_format=figure_format,  # type: ignore[arg-type]
+                    library, output, title=title, figures=figures, figure_format=figure_format,
                     overwrite=overwrite, progress=told,
                 )  # fmt: skip
         else:
             made = kvsnap.report(
                 files, output, title=title, names=_names(files), sample=sample, text=not no_text, figures=figures,
-                figure_format=figure_format, overwrite=overwrite, key=keys.of,  # type: ignore[arg-type]
+                figure_format=figure_format, overwrite=overwrite, key=keys.of,
                 detokenize=_detokenize(model), progress=told,
             )  # fmt: skip
     if as_json:

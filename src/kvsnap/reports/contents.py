@@ -141,7 +141,10 @@ def sizes(summary: Summary) -> Card | None:
     scale, unit = unit_of(max(stored.stored for stored in summary.stored.values()))
     for name, stored in summary.stored.items():
         bound = "exact" if not stored.bound else f"bound {stored.bound:.3g}"
-        bars[visible(name)] = (stored.stored / scale, f"{size(stored.stored)} of {size(stored.decoded)} decoded, {bound}")
+        bars[visible(name)] = (
+            stored.stored / scale,
+            f"{size(stored.stored)} of {size(stored.decoded)} decoded, {bound}",
+        )
     blocks: list[Block] = [
         Figure("sizes", Bars("Stored bytes by encoding", unit, bars, tuple(1 + i % 3 for i in range(len(bars)))))
     ]

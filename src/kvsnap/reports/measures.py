@@ -45,11 +45,15 @@ def cards_of(statistics: Statistics, pieces: Sequence[str] | None, *, with_text:
     """
     cards = [_findings(statistics)]
     roles = [role for role in statistics.roles if _rows(statistics, role)]
-    cards += [card for card in (_by_head(statistics, roles), _distributions(statistics)) if card is not None]
-    cards += [card for card in (_channels(statistics, roles), _by_place(statistics, with_text=with_text), _alike(statistics)) if card]
-    if pieces is not None:
-        cards += [card for card in (tokens_of(statistics, pieces),) if card is not None]
-    return cards
+    made = (
+        _by_head(statistics, roles),
+        _distributions(statistics),
+        _channels(statistics, roles),
+        _by_place(statistics, with_text=with_text),
+        _alike(statistics),
+        None if pieces is None else tokens_of(statistics, pieces),
+    )
+    return cards + [card for card in made if card is not None]
 
 
 def _rows(statistics: Statistics, role: str) -> bool:
