@@ -139,6 +139,8 @@ def draw_histograms(picture: Histograms, colours: Mapping[str, str], figure: Any
         for axes, title, h, top in drawn:
             marks = []
             for low, high, n in zip(h.edges[:-1], h.edges[1:], h.counts, strict=True):
+                if not n:
+                    continue
                 box = box_of(figure, axes, float(low), float(n) / top, float(high), 0.0)
                 span = f"{number(float(low))} to {number(float(high))}"
                 marks.append(Mark(box, f"{title} {h.name}, {span}: {number(float(n))} values"))

@@ -87,7 +87,10 @@ def draw_heat(picture: HeatMap, colours: Mapping[str, str], figure: Any) -> Call
     axes.set_xlabel(picture.x)
     axes.set_ylabel(picture.y)
     _ticks(axes.yaxis, picture.row_names(), ())
-    _ticks(axes.xaxis, picture.column_names(), picture.starts)
+    if picture.ticks:
+        axes.set_xticks([column for column, _ in picture.ticks], [label for _, label in picture.ticks])
+    else:
+        _ticks(axes.xaxis, picture.column_names(), picture.starts)
     scale_of(figure, axes, image, picture.scale, colours)
     for spine in axes.spines.values():
         spine.set_visible(False)

@@ -122,7 +122,7 @@ def draw_timeline(picture: Timeline, colours: Mapping[str, str], figure: Any) ->
         else:
             axes.barh(place, width, left=turn.before, height=0.56, zorder=2, color=colour)
         if not width:
-            axes.plot([turn.after], [place], marker="D", markersize=5, color=colour, zorder=3)
+            axes.plot([turn.after], [place], marker="D", markersize=5, color=colour, zorder=3, clip_on=False)
         _beside(axes, turn.text, max(turn.before, turn.after), place, colours)
         if place + 1 < len(picture.turns):
             axes.plot([turn.after, turn.after], [place + 0.28, place + 0.72], color=colours[BARS[2]], linewidth=1)

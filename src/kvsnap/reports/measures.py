@@ -32,7 +32,7 @@ _BY_HEAD = (
     ),
     (
         "outlier_ratio",
-        "largest channel against the median",
+        "outlier ratio",
         "Root mean square of the strongest channel against the median one. Coarse quantisation loses such channels.",
     ),
 )
@@ -140,8 +140,9 @@ def _channels(statistics: Statistics, roles: Sequence[str]) -> Card | None:
             line = lines[layer]
             values[place, : len(line)] = line
         picture = HeatMap(
-            title=f"Channels: {role_name(role)}", x="channel", y="layer", scale="against the median channel",
+            title=f"Channels: {role_name(role)}", x="channel", y="layer", scale="times the median channel",
             values=values, rows=tuple(map(str, layers)), columns=tuple(names), logarithmic=True,
+            ticks=_heads_at(names),
         )  # fmt: skip
         text = (
             "Root mean square of each channel against the median channel of its head. Bright columns are outlier "
@@ -149,6 +150,13 @@ def _channels(statistics: Statistics, roles: Sequence[str]) -> Card | None:
         )  # fmt: skip
         blocks.append(Figure(f"channels-{role}", picture, text))
     return Card("Outlier channels", tuple(blocks)) if blocks else None
+
+
+def _heads_at(names: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    """Return the columns that heads begin at, at most 16 of them, with their labels."""
+    starts = [i for i, name in enumerate(names) if name.startswith("0 of ")]
+    step = -(-len(starts) // 16) or 1
+    return tuple((i, names[i].removeprefix("0 of ")) for i in starts[::step]) if len(starts) > 1 else ()
 
 
 def _channel_lines(mine: Sequence[Channels]) -> tuple[list[str], dict[int, Floats]]:
