@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
+    from kvsnap.inspection.growing import growth
+    from kvsnap.inspection.growth import Growth
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
@@ -55,6 +57,7 @@ __all__ = [
     "Continuation",
     "Conversation",
     "Engine",
+    "Growth",
     "Head",
     "Identity",
     "Journalled",
@@ -81,6 +84,7 @@ __all__ = [
     "draft_of",
     "dumps",
     "generate",
+    "growth",
     "inspect",
     "inspect_attention",
     "join",
@@ -111,12 +115,14 @@ _LATER = {
     "Branch": "branching",
     "Branches": "branching",
     "Conversation": "conversation",
+    "Growth": "inspection.growth",
     "Library": "library",
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
     "branch": "branching",
     "draft_of": "drafts",
+    "growth": "inspection.growing",
     "inspect_attention": "probing",
     "probe": "probing",
     "save_attention": "probing",
