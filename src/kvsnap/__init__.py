@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
+    from kvsnap.inspection.effects import Quality
     from kvsnap.inspection.growing import growth
     from kvsnap.inspection.growth import Growth
+    from kvsnap.inspection.quality import quality
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
@@ -65,6 +67,7 @@ __all__ = [
     "Layer",
     "Library",
     "LossReport",
+    "Quality",
     "Restored",
     "Rope",
     "Sampler",
@@ -92,6 +95,7 @@ __all__ = [
     "load",
     "loads",
     "probe",
+    "quality",
     "remove",
     "repair",
     "restore",
@@ -117,6 +121,7 @@ _LATER = {
     "Conversation": "conversation",
     "Growth": "inspection.growth",
     "Library": "library",
+    "Quality": "inspection.effects",
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
@@ -125,6 +130,7 @@ _LATER = {
     "growth": "inspection.growing",
     "inspect_attention": "probing",
     "probe": "probing",
+    "quality": "inspection.quality",
     "save_attention": "probing",
     "speculate": "speculation",
     "start": "starting",

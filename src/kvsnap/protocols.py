@@ -5,7 +5,7 @@ Everything here is synchronous. Unless a method says otherwise it may be called 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -28,6 +28,7 @@ __all__ = [
     "Installed",
     "Loss",
     "Progress",
+    "Scoring",
     "Sink",
     "Token",
     "Verifying",
@@ -227,6 +228,26 @@ class Verifying(Drafting, Protocol):
 
         While the tokens are the proposals, one after the other, their rows stay, and so does what is left of the pass;
         a token behind the last proposal ends it, and so does any other call that looks at the state or changes it.
+        """
+
+
+class Scoring(Engine, Protocol):
+    """An engine that can evaluate a given text, and tell what it expected at each place of it."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Put the live sequence aside, sampler and all, and take it up again at the end, whatever is done inside.
+
+        Inside, the engine holds no tokens. Nothing is copied: two sequences are in memory where one is installed.
+        """
+
+    def score(self, ids: Sequence[int]) -> Iterator[npt.NDArray[np.float32]]:
+        """Evaluate what is pending and then `ids`, whatever the model would choose, and yield the logits behind each.
+
+        Yields blocks float32 `[n, vocab]`, in order, one row for each of `ids`, in memory of their own. How many ids
+        share a pass depends on the model and on the length only; where passes of several ids differ from those of one
+        beyond the last bits, each id has its own. A block that was yielded is part of the sequence; one that fails
+        leaves the sequence behind the last block. Ids outside the vocabulary (`InputError`), and more than the context
+        holds (`ContextError`), are refused before anything is evaluated.
         """
 
 
