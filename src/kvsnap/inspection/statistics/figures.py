@@ -152,10 +152,13 @@ def distribution_of(parts: Sequence[Measured], layer: LayerStatistics) -> Distri
     high = min(layer.max, layer.mean + _REACH * layer.std)
     if high <= low:  # one value
         low, high = low - 0.5, high + 0.5
-    counts, edges = np.histogram(values, bins=_BINS, range=(low, high))
+    # One bin more at each side for what lies beyond; a value that is the last edge belongs to the last bin.
+    places = np.floor((values - low) * (_BINS / (high - low)))
+    places[values == high] = _BINS - 1
+    counts = np.bincount(np.clip(places, -1, _BINS).astype(np.int64) + 1, minlength=_BINS + 2)
     return Distribution(
-        layer=layer.layer, role=layer.role, edges=edges, counts=counts.astype(np.int64),
-        below=int((values < low).sum()), above=int((values > high).sum()), n_values=len(values),
+        layer=layer.layer, role=layer.role, edges=np.linspace(low, high, _BINS + 1),
+        counts=counts[1:-1].astype(np.int64), below=int(counts[0]), above=int(counts[-1]), n_values=len(values),
     )  # fmt: skip
 
 

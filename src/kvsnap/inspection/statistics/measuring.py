@@ -26,7 +26,7 @@ DIM_LIMIT = 1024
 """Widest row that principal components are told of: their matrix has the square of it in float64."""
 RUN_ROWS = 64
 """Rows in one run of a sample."""
-_SPREAD_VALUES = 1 << 18
+_SPREAD_VALUES = 1 << 17
 """Values that distribution and entropies are taken of, of one role of one layer."""
 _STEP_VALUES = 1 << 17
 _BLOCK_BYTES = 16 << 20
