@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
+    from kvsnap.inspection.effects import Quality
+    from kvsnap.inspection.quality import quality
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
@@ -62,6 +64,7 @@ __all__ = [
     "Layer",
     "Library",
     "LossReport",
+    "Quality",
     "Restored",
     "Rope",
     "Sampler",
@@ -88,6 +91,7 @@ __all__ = [
     "load",
     "loads",
     "probe",
+    "quality",
     "remove",
     "repair",
     "restore",
@@ -112,6 +116,7 @@ _LATER = {
     "Branches": "branching",
     "Conversation": "conversation",
     "Library": "library",
+    "Quality": "inspection.effects",
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
@@ -119,6 +124,7 @@ _LATER = {
     "draft_of": "drafts",
     "inspect_attention": "probing",
     "probe": "probing",
+    "quality": "inspection.quality",
     "save_attention": "probing",
     "speculate": "speculation",
     "start": "starting",

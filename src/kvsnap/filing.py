@@ -209,12 +209,14 @@ def convert(
     return LossReport(os.fspath(src), os.fspath(dst), origin.name, target.name, nbytes, losses)
 
 
-def inspect(path: StrPath, *, key: bytes | None = None) -> Summary:
-    """Tell what a file holds: geometry, tokens, sizes, identity, fidelity. No tensor byte is read.
+def inspect(path: StrPath, *, key: bytes | None = None, partial: bool = False) -> Summary:
+    """Tell what a file holds: geometry, tokens, turns, sizes, identity, fidelity. No tensor byte is read.
 
-    `key` opens an encrypted file; raise as `load` does.
+    `key` opens an encrypted file; raise as `load` does. With `partial` a file that is encrypted and whose key is not
+    there, one whose index or tables cannot be read, and a fork whose parent is gone are no errors: what can be told is
+    returned, and `Summary.error` says why it is not more.
     """
-    return inspection.summarise(path, key=key)
+    return inspection.summarise(path, key=key, partial=partial)
 
 
 def verify(path: StrPath, *, progress: Progress | None = None, key: bytes | None = None) -> VerifyReport:

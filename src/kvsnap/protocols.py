@@ -5,7 +5,7 @@ Everything here is synchronous. Unless a method says otherwise it may be called 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -27,6 +27,7 @@ __all__ = [
     "Installed",
     "Loss",
     "Progress",
+    "Scoring",
     "Sink",
     "Token",
     "Verifying",
@@ -215,6 +216,26 @@ class Verifying(Drafting, Protocol):
         """
 
 
+class Scoring(Engine, Protocol):
+    """An engine that can evaluate a given text, and tell what it expected at each place of it."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Put the live sequence aside, sampler and all, and take it up again at the end, whatever is done inside.
+
+        Inside, the engine holds no tokens. Nothing is copied: two sequences are in memory where one is installed.
+        """
+
+    def score(self, ids: Sequence[int]) -> Iterator[npt.NDArray[np.float32]]:
+        """Evaluate what is pending and then `ids`, whatever the model would choose, and yield the logits behind each.
+
+        Yields blocks float32 `[n, vocab]`, in order, one row for each of `ids`, in memory of their own. How many ids
+        share a pass depends on the model and on the length only; where passes of several ids differ from those of one
+        beyond the last bits, each id has its own. A block that was yielded is part of the sequence; one that fails
+        leaves the sequence behind the last block. Ids outside the vocabulary (`InputError`), and more than the context
+        holds (`ContextError`), are refused before anything is evaluated.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """One encoded part: its bytes in order (buffers; views where possible).
@@ -250,6 +271,9 @@ class Codec(Protocol):
 
     def stored_size(self, spec: TensorSpec, n_rows: int) -> int | None:
         """Exact number of bytes that `encode` will return for `n_rows` rows, or None where it depends on the values."""
+
+    def usual_size(self, spec: TensorSpec, n_rows: int) -> int:
+        """Number of bytes for `n_rows` rows whose values are all finite, for figures told beforehand."""
 
     def decode(self, spec: TensorSpec, data: memoryview, out: npt.NDArray[Any]) -> None:
         """Decode all of `data` into `out` (shape with its rows, dtype of the spec, any strides).

@@ -46,6 +46,9 @@ class Exact:
     def stored_size(self, spec: TensorSpec, n_rows: int) -> int | None:
         return spec.nbytes(n_rows)
 
+    def usual_size(self, spec: TensorSpec, n_rows: int) -> int:
+        return spec.nbytes(n_rows)
+
     def decode(self, spec: TensorSpec, data: memoryview, out: npt.NDArray[Any]) -> None:
         check_array(spec, out)
         if data.nbytes != out.nbytes:

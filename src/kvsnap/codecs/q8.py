@@ -132,6 +132,12 @@ class Q8:
         n_groups = shape[spec.axes.index("head")] if "head" in spec.axes else 1
         return _HEADER.size + _TABLE.itemsize * n_groups
 
+    def usual_size(self, spec: TensorSpec, n_rows: int) -> int:
+        """Return the size where every head can be quantised."""
+        shape = spec.shape_with(n_rows)
+        n_groups = shape[spec.axes.index("head")] if "head" in spec.axes else 1
+        return _HEADER.size + (_TABLE.itemsize + _padded(math.prod(shape) // max(1, n_groups))) * n_groups
+
     def decode(self, spec: TensorSpec, data: memoryview, out: npt.NDArray[Any]) -> None:
         self._check(spec, out)
         target = _flat(_groups(spec, out))

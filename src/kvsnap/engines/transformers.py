@@ -23,9 +23,9 @@ from kvsnap.engines._tf_layers import cut, dtype_of, rows_of
 from kvsnap.engines._tf_live import live_of
 from kvsnap.engines._tf_model import Model, recognises
 from kvsnap.engines._tf_rope import rope_of
+from kvsnap.engines._tf_score import Scoring
 from kvsnap.engines._tf_stamp import stamp_of
 from kvsnap.engines._tf_state import Line, check_ids, check_positions, check_room
-from kvsnap.engines._tf_verify import Verifying
 from kvsnap.engines._tf_views import layers_of
 from kvsnap.errors import ConflictError, InputError, UnsupportedError
 from kvsnap.identity import Identity
@@ -37,7 +37,7 @@ from kvsnap.sampling import choose
 __all__ = ["TransformersEngine", "recognises"]
 
 
-class TransformersEngine(Batched, Verifying):
+class TransformersEngine(Batched, Scoring):
     """One transformers model and the live state of one sequence; see `kvsnap.protocols.Engine` for each method.
 
     `prefill_step` is the most ids evaluated in one pass, `workers` the threads that read and digest, `cache` the kind

@@ -3,7 +3,39 @@
 from __future__ import annotations
 
 from kvsnap.inspection.checking import NonFinite, non_finite, verify
+from kvsnap.inspection.described import (
+    Fork,
+    InLibrary,
+    LayerGroup,
+    LayerSummary,
+    PartSize,
+    Stored,
+    Summary,
+    TurnCounts,
+)
 from kvsnap.inspection.differences import Diff
-from kvsnap.inspection.summary import LayerSummary, Stored, Summary, refuse_key, summarise
+from kvsnap.inspection.growth import Checked, Growth, GrowthPoint, LayerGrowth, TensorGrowth, TurnGrowth
+from kvsnap.inspection.summary import refuse_key, summarise
 
-__all__ = ["Diff", "LayerSummary", "NonFinite", "Stored", "Summary", "non_finite", "refuse_key", "summarise", "verify"]
+__all__ = [
+    "Checked",
+    "Diff",
+    "Fork",
+    "Growth",
+    "GrowthPoint",
+    "InLibrary",
+    "LayerGroup",
+    "LayerGrowth",
+    "LayerSummary",
+    "NonFinite",
+    "PartSize",
+    "Stored",
+    "Summary",
+    "TensorGrowth",
+    "TurnCounts",
+    "TurnGrowth",
+    "non_finite",
+    "refuse_key",
+    "summarise",
+    "verify",
+]

@@ -66,8 +66,11 @@ def ratio_checksum(ratios: list[int]) -> int:
     return value
 
 
-def read_deepseek(source: ByteSource, size: int, path: str | None = None) -> DeepSeekFile:
-    """Read what is known of the layout. Raise `FormatError` (a number out of range), `DamagedError` (cut off)."""
+def read_deepseek(source: ByteSource, size: int, path: str | None = None, *, rows: bool = True) -> DeepSeekFile:
+    """Read what is known of the layout. Raise `FormatError` (a number out of range), `DamagedError` (cut off).
+
+    Without `rows` they are passed by, and no layer is returned.
+    """
     head = bytearray(min(size, HEADER_SIZE))
     source.read_into(0, head)
     if bytes(head[:8]) != DEEPSEEK_MAGIC:
@@ -86,7 +89,9 @@ def read_deepseek(source: ByteSource, size: int, path: str | None = None) -> Dee
             raise FormatError(f"header: {name} out of range", path=path, offset=at, expected=expected, found=value)
     tokens = np.empty(count, np.dtype("<i4"))
     source.read_into(HEADER_SIZE, tokens)
-    layers, stopped = _layers(source, size, HEADER_SIZE + 4 * count, (n_layers, window, head_dim, count), path)
+    layers, stopped = _layers(
+        source, size, HEADER_SIZE + 4 * count, (n_layers, window, head_dim, count), path, rows=rows
+    )
     return DeepSeekFile(
         n_layers=n_layers, window=window, head_dim=head_dim, index_head_dim=index_dim, rope_head_dim=rope_dim,
         vocab=vocab, checksum=checksum, tokens=tuple(int(t) for t in tokens), layers=layers, stopped=stopped,
@@ -94,7 +99,7 @@ def read_deepseek(source: ByteSource, size: int, path: str | None = None) -> Dee
 
 
 def _layers(
-    source: ByteSource, size: int, at: int, numbers: tuple[int, int, int, int], path: str | None
+    source: ByteSource, size: int, at: int, numbers: tuple[int, int, int, int], path: str | None, *, rows: bool
 ) -> tuple[tuple[DeepSeekLayer, ...], str | None]:
     n_layers, window, width, count = numbers
     layers: list[DeepSeekLayer] = []
@@ -104,8 +109,10 @@ def _layers(
         source.read_into(offset, raw)
         return int.from_bytes(raw, "little", signed=True)
 
-    def rows(offset: int, n: int, what: str) -> npt.NDArray[np.float32]:
+    def rows_at(offset: int, n: int, what: str) -> npt.NDArray[np.float32]:
         _room(size, offset, n * width * 4, what, path)
+        if not rows:
+            return np.empty((0, width), np.dtype("<f4"))
         out = np.empty((n, width), np.dtype("<f4"))
         source.read_into(offset, out)
         return out
@@ -117,11 +124,12 @@ def _layers(
                 f"layer {layer}: number of compressed rows out of range", path=path, offset=at,
                 expected=f"0 to {count + _EXTRA_ROWS}", found=n_compressed,
             )  # fmt: skip
-        ring = rows(at + 4, window, f"layer {layer}: window")
+        ring = rows_at(at + 4, window, f"layer {layer}: window")
         at += 4 + window * width * 4
-        compressed = rows(at, n_compressed, f"layer {layer}: compressed rows")
+        compressed = rows_at(at, n_compressed, f"layer {layer}: compressed rows")
         at += n_compressed * width * 4
-        layers.append(DeepSeekLayer(ring, compressed))
+        if rows:
+            layers.append(DeepSeekLayer(ring, compressed))
         for state in ("compressor", "indexer"):
             if word(at, f"layer {layer}: {state} flag"):
                 return tuple(layers), f"layer {layer} has a {state} state, whose layout is not known"

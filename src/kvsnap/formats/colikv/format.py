@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.files import Reader
@@ -12,11 +13,12 @@ from kvsnap.formats.colikv.geometry import Geometry
 from kvsnap.formats.colikv.header import (
     DEEPSEEK_MAGIC,
     HEADER_SIZE,
+    Header,
     encoding_of,
     is_colikv,
     parse_header,
 )
-from kvsnap.formats.colikv.reading import snapshot_of, with_index_layers
+from kvsnap.formats.colikv.reading import outline_of, snapshot_of, with_index_layers
 from kvsnap.formats.colikv.records import ByteSource, BytesSource, Unchanged
 from kvsnap.formats.colikv.rows import Encoding
 from kvsnap.formats.colikv.writing import content_of, losses_of, stored_records, write_snapshot
@@ -39,20 +41,26 @@ def _snapshot(
 ) -> Snapshot:
     if dialect not in {None, "fp8", "watermark"}:
         raise InputError("no such dialect", expected="fp8 or watermark", found=dialect)
-    head = bytearray(min(size, HEADER_SIZE))
-    source.read_into(0, head)
-    if head[:8] == DEEPSEEK_MAGIC:
-        found = read_deepseek(source, size, path)
-        raise UnsupportedError(
-            f"a DeepSeek V4 file (COLIDV41) is recognised, its layers are not loaded as a snapshot: {found}", path=path
-        )
-    header = with_index_layers(parse_header(bytes(head), size, path=path, dialect=dialect), index_layers, path)
+    head, header = _header(source, size, path, dialect)
+    header = with_index_layers(header, index_layers, path)
     if geometry is not None:
         header.require(geometry, path)
         header = with_index_layers(header, geometry.index_layers, path)
     has_draft = geometry is not None and geometry.has_draft
-    unchanged = None if path is None else Unchanged(path, source, bytes(head))
+    unchanged = None if path is None else Unchanged(path, source, head)
     return snapshot_of(source, header, unchanged=unchanged, has_draft=has_draft)
+
+
+def _header(source: ByteSource, size: int, path: str | None, dialect: str | None) -> tuple[bytes, Header]:
+    """Read the header; return its bytes too. Raise `UnsupportedError` for a DeepSeek V4 file."""
+    head = bytearray(min(size, HEADER_SIZE))
+    source.read_into(0, head)
+    if head[:8] == DEEPSEEK_MAGIC:
+        found = read_deepseek(source, size, path, rows=False)
+        raise UnsupportedError(
+            f"a DeepSeek V4 file (COLIDV41) is recognised, its layers are not loaded as a snapshot: {found}", path=path
+        )
+    return bytes(head), parse_header(bytes(head), size, path=path, dialect=dialect)
 
 
 def load(
@@ -133,6 +141,16 @@ class ColikvFormat:
     def loads(self, data: bytes | bytearray | memoryview) -> Snapshot:
         """As `loads`."""
         return loads(data)
+
+    def outline(self, path: str) -> tuple[Snapshot, int]:
+        """Return what the header tells, and the number of usable records: a snapshot without its ids and its values.
+
+        Each record begins with its id, so all ids would be a read in every record; only some are looked at. What fp8
+        may have put into a value is not computed: `bound` is infinite. Raise as `load` does.
+        """
+        with closing(Reader(path, follow_symlinks=False)) as reader:
+            _, header = _header(reader, reader.size, path, None)
+            return outline_of(reader, header), header.n_usable
 
     def losses(self, snapshot: Snapshot, *, codec: str | None = None, version: int | None = None) -> tuple[Loss, ...]:
         """Tell what would be lost; `UnsupportedError` where the snapshot cannot be written at all."""

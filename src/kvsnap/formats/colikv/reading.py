@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +29,11 @@ from kvsnap.layout import Layer, PositionRun, Run, Snapshot, Tensor, TensorSpec
 from kvsnap.tensors import Source
 
 __all__ = [
-    "Stacked", "assign_index_layers", "assign_like", "foreign_rows", "has_loose_rows", "notes_of", "requantised",
-    "snapshot_of", "with_index_layers",
+    "Stacked", "assign_index_layers", "assign_like", "foreign_rows", "has_loose_rows", "notes_of", "outline_of",
+    "requantised", "snapshot_of", "with_index_layers",
 ]  # fmt: skip
+
+_SAMPLE = 1024
 
 
 def with_index_layers(header: Header, layers: Sequence[int] | None, path: str | None = None) -> Header:
@@ -61,11 +63,32 @@ def foreign_rows(source: ByteSource, header: Header, tokens: npt.NDArray[np.int3
     if len(outside):
         at = int(outside[0])
         return f"record {at} has the token id {int(tokens[at])}, the vocabulary has {vocab}"
-    if len(tokens) and header.n_physical == len(tokens) and header.n_leftover >= 4:
-        word = bytearray(4)
-        source.read_into(header.offset(len(tokens)), word)
+    return _foreign_tail(source, header, len(tokens))
+
+
+def foreign_sample(source: ByteSource, header: Header, n_records: int) -> str | None:
+    """As `foreign_rows`, from the ids of at most 1024 records, the first and the last among them."""
+    chosen = np.unique(np.linspace(0, max(0, n_records - 1), min(n_records, _SAMPLE), dtype=np.int64))
+    vocab = header.geometry.vocab
+    if vocab < 1:
+        leftover = header.n_leftover
+        return f"{leftover} bytes follow the last whole record" if leftover and n_records else None
+    word = bytearray(4)
+    for record in chosen.tolist():
+        source.read_into(header.offset(record), word)
         token = int.from_bytes(word, "little", signed=True)
         if not 0 <= token < vocab:
+            return f"record {record} has the token id {token}, the vocabulary has {vocab}"
+    return _foreign_tail(source, header, n_records)
+
+
+def _foreign_tail(source: ByteSource, header: Header, n_records: int) -> str | None:
+    """Look at the first bytes behind the last record when nothing but counted records is before them."""
+    if n_records and header.n_physical == n_records and header.n_leftover >= 4:
+        word = bytearray(4)
+        source.read_into(header.offset(n_records), word)
+        token = int.from_bytes(word, "little", signed=True)
+        if not 0 <= token < header.geometry.vocab:
             return f"{header.n_leftover} bytes that begin with no token id follow the last record"
     return None
 
@@ -182,10 +205,36 @@ def snapshot_of(
         arrays = {c: np.empty((n, c.width), np.float32) for c in columns}
         read_columns(source, header, n, list(arrays.items()))
         values = dict(arrays)
+    notes = notes_of(header, foreign_rows(source, header, tokens), has_draft=has_draft)
+    made = _built(header, n, values, bounds, records, eager=eager)
+    return replace(
+        made, tokens=tuple(int(token) for token in tokens), runs=(Run("prompt", n),) if n else (),
+        source=_facts(header, notes),
+    )  # fmt: skip
+
+
+def outline_of(source: ByteSource, header: Header) -> Snapshot:
+    """Return what the header tells of the usable records, without their ids; no row is read.
+
+    The ids of at most 1024 records are looked at, to tell whether the rows are those of another model.
+    """
+    n, columns = header.n_usable, columns_of(header)
+    bounds = [0.0 if c.encoding.name == "float32" else float("inf") for c in columns]
+    records = Records(source, header, n, None)
+    notes = notes_of(header, foreign_sample(source, header, n))
+    made = _built(header, n, {c: LazyRows(c, records) for c in columns}, bounds, records, eager=False)
+    return replace(made, source=_facts(header, notes))
+
+
+def _built(
+    header: Header, n: int, values: Mapping[Column, npt.NDArray[np.float32] | Source], bounds: Sequence[float],
+    records: Records, *, eager: bool,
+) -> Snapshot:  # fmt: skip
+    """Return the tensors of `n` records as a snapshot without ids."""
     owners = header.geometry.index_owners
     placed: list[tuple[Column, float, int]] = []
     loose: list[Column] = []
-    for column, bound in zip(columns, bounds, strict=True):
+    for column, bound in zip(values, bounds, strict=True):
         if column.role != "index":
             placed.append((column, bound, column.number))
         elif owners is None:
@@ -200,16 +249,12 @@ def snapshot_of(
         spec = _spec(len(placed), UNASSIGNED, 0, "other", (len(loose), loose[0].width))
         stacked = Stacked(loose, records)
         tensors[0].append(Tensor(spec, stacked.array() if eager else stacked, n_rows=n))
-    notes = notes_of(header, foreign_rows(source, header, tokens), has_draft=has_draft)
     return Snapshot(
         layers=tuple(Layer(index=layer, kind="latent", tensors=tuple(own)) for layer, own in tensors.items()),
-        tokens=tuple(int(token) for token in tokens),
-        runs=(Run("prompt", n),) if n else (),
         n_rows=n,
         token_offset=n,
         positions=(PositionRun(0, n),) if n else (),
         identity=_identity(header.geometry),
-        source=_facts(header, notes),
     )
 
 

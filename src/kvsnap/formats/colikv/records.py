@@ -194,6 +194,11 @@ class LazyRows:
         self.column = column
         self.batch = batch
 
+    @property
+    def stored_as(self) -> tuple[str, int]:
+        """The encoding of the rows, and the bytes that they take."""
+        return self.column.encoding.name, self.batch.n_records * self.column.size
+
     def array(self) -> Rows:
         """Read and decode the rows into a new array."""
         out = np.empty((self.batch.n_records, self.column.width), np.float32)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 __all__ = [
-    "DTYPES", "MAGIC", "MODES", "NEWEST", "Blob", "ByteOrder", "Bytes", "File", "FreshTensor", "Head", "LayerEntry",
-    "Payloads", "Piece", "StoredTensor", "TensorData",
+    "DTYPES", "ENCODINGS", "MAGIC", "MODES", "NEWEST", "Blob", "ByteOrder", "Bytes", "File", "FreshTensor", "Head",
+    "LayerEntry", "Payloads", "Piece", "StoredTensor", "TensorData",
 ]  # fmt: skip
 
 ByteOrder = Literal["little", "big"]
@@ -224,8 +224,9 @@ class File:
         found = set()
         for entry in self.layers:
             pairs = [(h.key, h.value) for h in entry.heads] + [(entry.key_slab, entry.value_slab)]
-            found |= {_ENCODINGS[t.selector] for pair in pairs for t in pair if t is not None and t.n}
+            found |= {ENCODINGS[t.selector] for pair in pairs for t in pair if t is not None and t.n}
         return found.pop() if len(found) == 1 else "mixed" if found else "float32"
 
 
-_ENCODINGS = {None: "float32", -1: "float32", 0: "float32", 1: "q8", 2: "native"}
+ENCODINGS = {None: "float32", -1: "float32", 0: "float32", 1: "q8", 2: "native"}
+"""What a stored tensor is called, by its selector."""

@@ -34,6 +34,8 @@ MAX_HEADS = 1 << 16
 MAX_SHAPE = 64
 MAX_NAME = 1 << 20
 _WINDOW = 4096
+_PEEK = 32
+"""Bytes that are read at once among the tensors: those of the next fields, and little of the values behind them."""
 _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, Q8_NATIVE: 1}
 
 
@@ -51,6 +53,7 @@ class _Cursor:
         self.at = 0
         self._word, self._signed = struct.Struct("<I"), struct.Struct("<i")
         self._first, self._window = 0, b""
+        self.together = _WINDOW
 
     def turn(self, order: ByteOrder) -> None:
         self.order = order
@@ -75,7 +78,7 @@ class _Cursor:
         skip = self.at - self._first
         if skip + length > len(self._window) or skip < 0:
             self._first, skip = self.at, 0
-            self._window = self.file.read_at(self.at, min(max(_WINDOW, length), self.left))
+            self._window = self.file.read_at(self.at, min(max(self.together, length), self.left))
         self.at += length
         return self._window[skip : skip + length]
 
@@ -113,7 +116,7 @@ class _Cursor:
     def numbers(self, field: str, limit: int | None = None) -> tuple[int, ...]:
         """Read a list of signed numbers."""
         count = self.count(f"{field} count", 4, limit)
-        raw = self.piece(4 * count, field).read()
+        raw = self.take(4 * count, field)  # not mapped: a page that is mapped brings its neighbours with it
         return tuple(np.frombuffer(raw, dtype="<i4" if self.order == "little" else ">i4").tolist())
 
     def wrong(self, message: str, offset: int, expected: object, found: object) -> FormatError:
@@ -137,6 +140,7 @@ def parse(file: Bytes, *, mapped: bool = False) -> File:
     offset = cursor.word("token offset") if version >= 2 else None
     tokens = cursor.numbers("token ids")
     generated = cursor.numbers("generated token ids") if version >= 2 else ()
+    cursor.together = _PEEK
     layers = _layers(cursor, version)
     shape = cursor.numbers("logit shape") if version >= 2 else ()
     logits = None

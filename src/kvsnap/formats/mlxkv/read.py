@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.formats.mlxkv.model import MODES, Q8_NATIVE, File, LayerEntry, StoredTensor, TensorData
+from kvsnap.formats.mlxkv.model import ENCODINGS, MODES, Q8_NATIVE, File, LayerEntry, StoredTensor, TensorData
 from kvsnap.formats.mlxkv.shapes import HeadShape, head_shapes
 from kvsnap.formats.mlxkv.tokens import history
 from kvsnap.formats.mlxkv.values import bound_of, decode, decode_groups, native_groups, values_of, widened
@@ -54,6 +54,14 @@ class _Heads:
 
     def __init__(self, heads: Sequence[TensorData], shape: tuple[int, ...], dtype: str) -> None:
         self.heads, self.shape, self.dtype = heads, shape, numpy_dtype(dtype)
+
+    @property
+    def stored_as(self) -> tuple[str, int]:
+        """How the values are stored, and the bytes that they take."""
+        stored = [head for head in self.heads if isinstance(head, StoredTensor)]
+        names = {ENCODINGS[head.selector] for head in stored if head.n}
+        name = names.pop() if len(names) == 1 else "mixed" if names else "float32"
+        return name, sum(head.data.length for head in stored)
 
     def array(self) -> Array:
         """Return the values, read-only."""
@@ -105,6 +113,11 @@ class _Logits:
 
     def __init__(self, stored: StoredTensor) -> None:
         self.stored = stored
+
+    @property
+    def stored_as(self) -> tuple[str, int]:
+        """How the values are stored, and the bytes that they take."""
+        return "float32", self.stored.data.length
 
     def array(self) -> Array:
         """Return the values, read-only."""

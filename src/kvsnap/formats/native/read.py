@@ -120,6 +120,11 @@ class NativeFile:
         return self.reader.path
 
     @property
+    def use(self) -> str:
+        """What the file is: `snapshot` or `session`."""
+        return "snapshot" if self.header.use == SNAPSHOT else "session"
+
+    @property
     def sealed(self) -> bool:
         """True when nothing may be appended."""
         return self.header.use == SNAPSHOT or self.commit.sealed

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvsnap.errors import DamagedError, FormatError
+from kvsnap.formats.native import schema
 from kvsnap.formats.native.read import NativeFile, Span, spans_of
 from kvsnap.formats.native.said import Piece, Said, pack_messages, parse_said
-from kvsnap.formats.native.tables import Entry
+from kvsnap.formats.native.tables import Commit, Entry, Operation, Part
 from kvsnap.layout import Snapshot
+from kvsnap.records import RECORD_SIZE, Kind
 
-__all__ = ["Told", "piece_of", "told_of"]
+__all__ = ["Told", "piece_of", "state_parts", "stop_of", "told_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +53,19 @@ def told_of(live: Iterable[tuple[NativeFile, Entry]]) -> Told:
             ends.append((n_tokens, len(said.messages)))
     every = np.concatenate(ids) if ids else np.zeros(0, np.int32)
     return Told(tuple(every.tolist()), said, tuple(ends))
+
+
+def state_parts(file: NativeFile) -> tuple[Part, ...]:
+    """Return the parts of what is replaced at the end of the history."""
+    where, offset = file.state_place()
+    return where.table_at(offset, Kind.STATE)[0].parts if offset else ()
+
+
+def stop_of(file: NativeFile, commit: Commit) -> str:
+    """Return why the answer that a commit added ended, as its NOTE says; empty where it does not, or is damaged."""
+    if commit.operation not in (Operation.APPEND, Operation.SEAL) or not commit.note:
+        return ""
+    with suppress(DamagedError, FormatError):
+        raw, _, _ = file.table_of(commit.note, kind=Kind.NOTE)
+        return schema.parse_note(raw, file.path, commit.note + RECORD_SIZE).get("stop", "")
+    return ""

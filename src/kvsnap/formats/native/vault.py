@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 __all__ = [
-    "Stretches", "Vault", "check_key_record", "is_encrypted", "open_vault", "read_key_info", "read_stretch",
-    "refuse_encrypted", "stretches_of",
+    "Clear", "Stretches", "Vault", "check_key_record", "is_encrypted", "open_vault", "read_clear", "read_key_info",
+    "read_stretch", "refuse_encrypted", "stretches_of",
 ]  # fmt: skip
 
 
@@ -243,6 +243,29 @@ def open_vault(reader: FileReader, header: FileHeader, key: bytes | None) -> Vau
         error.path = reader.path
         raise
     return Vault(reader, Seal(info, box, context, header.salt))
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """What an encrypted file says without its key: nobody vouches for it."""
+
+    version: str
+    file_id: str
+    created_ns: int
+    nbytes: int
+    cipher: str
+    label: str
+
+
+def read_clear(path: str | os.PathLike[str]) -> Clear:
+    """Read what an encrypted file says in clear. Raise as `read_key_info` does, and `FormatError` for another file."""
+    with Reader(path) as reader:
+        header = read_header(reader)
+        info, _ = read_key_info(reader, header)
+        return Clear(
+            f"{header.major}.{header.minor}", header.file_id.hex(), header.created_ns, reader.size, info.cipher,
+            info.label,
+        )  # fmt: skip
 
 
 def is_encrypted(path: str | os.PathLike[str]) -> bool:
