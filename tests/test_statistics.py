@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tracemalloc
 from collections.abc import Sequence
@@ -150,7 +151,7 @@ def test_norms_of_a_long_sequence_are_means_of_columns() -> None:
     np.testing.assert_allclose(norms.by_layer, [expected, np.multiply(expected, 2)], rtol=1e-5)
 
 
-@pytest.mark.parametrize("path", sorted(DATA.glob("mlxkv/ok_*.mlxkv")) + [DATA / "mlxkv" / "big_endian.mlxkv"])
+@pytest.mark.parametrize("path", [*sorted(DATA.glob("mlxkv/ok_*.mlxkv")), DATA / "mlxkv" / "big_endian.mlxkv"])
 def test_golden_files_of_mlxkv(path: Path) -> None:
     content = json.loads(path.with_suffix(".json").read_text())["content"]
     found = statistics(path)
@@ -205,8 +206,7 @@ def test_sums_in_pieces_are_sums_of_the_whole(data: st.DataObject) -> None:
         values[place, random.integers(dim)] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
     cuts = sorted(data.draw(st.sets(st.integers(1, n - 1))))
     moments, norms = HeadMoments.empty(dim, products=True), []
-    for piece in np.split(values, cuts):
-        norms.append(moments.add(piece, np.empty((len(piece), dim))))
+    norms += [moments.add(piece, np.empty((len(piece), dim))) for piece in np.split(values, cuts)]
     whole = np.isfinite(values).all(axis=1)
     assert moments.n == whole.sum()
     assert moments.n_left_out == (~whole).sum()
@@ -417,7 +417,7 @@ def test_a_sample_is_in_order_inside_small_enough_and_has_both_ends(n_rows: int,
     spans = spans_for(n_rows, sample)
     taken = sum(stop - start for start, stop in spans)
     assert all(start < stop for start, stop in spans)
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     assert taken <= sample
     if n_rows <= sample:
         assert taken == n_rows
