@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
+    from kvsnap.inspection.comparing import diff
+    from kvsnap.inspection.differences import Diff
     from kvsnap.inspection.effects import Quality
     from kvsnap.inspection.growing import growth
     from kvsnap.inspection.growth import Growth
@@ -58,6 +60,7 @@ __all__ = [
     "Compatibility",
     "Continuation",
     "Conversation",
+    "Diff",
     "Engine",
     "Growth",
     "Head",
@@ -84,6 +87,7 @@ __all__ = [
     "check",
     "connect",
     "convert",
+    "diff",
     "draft_of",
     "dumps",
     "generate",
@@ -120,12 +124,14 @@ _LATER = {
     "Branches": "branching",
     "Conversation": "conversation",
     "Growth": "inspection.growth",
+    "Diff": "inspection.differences",
     "Library": "library",
     "Quality": "inspection.effects",
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
     "branch": "branching",
+    "diff": "inspection.comparing",
     "draft_of": "drafts",
     "growth": "inspection.growing",
     "inspect_attention": "probing",
