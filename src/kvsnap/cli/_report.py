@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import click
 
@@ -42,7 +43,7 @@ __all__ = ["COMMANDS"]
     "kvsnap report --library ./sessions -o library.html    # no FILE: the library",
 )
 def report(
-    files: tuple[str, ...], output: str, figures: str | None, figure_format: str, sample: int | None,
+    files: tuple[str, ...], output: str, figures: str | None, figure_format: Literal["png", "svg"], sample: int | None,
     no_text: bool, title: str | None, model: str | None, overwrite: bool, keys: Keys, as_json: bool,
 ) -> None:  # fmt: skip
     """Write one page about FILEs, with pictures: sizes, turns, growth, statistics, text.
