@@ -20,13 +20,17 @@ import click
 import kvsnap
 from kvsnap.cli import (
     _attention,
+    _cat,
     _convert,
     _copies,
     _edit,
     _files,
     _find,
+    _head,
+    _info,
     _keys,
     _library,
+    _ls,
     _run,
     _serve,
     _sessions,
@@ -68,9 +72,9 @@ def root() -> None:
 
 
 _COMMANDS = (
-    *_run.COMMANDS, *chat.COMMANDS, *_serve.COMMANDS, *_sweep.COMMANDS, *_attention.COMMANDS, *_files.COMMANDS,
-    *_sessions.COMMANDS, *_copies.COMMANDS, *_library.COMMANDS, *_find.COMMANDS, *_convert.COMMANDS, *_shards.COMMANDS,
-    *_edit.COMMANDS, *_keys.COMMANDS, demo,
+    *_run.COMMANDS, *chat.COMMANDS, *_serve.COMMANDS, *_sweep.COMMANDS, *_attention.COMMANDS, *_info.COMMANDS,
+    *_cat.COMMANDS, *_head.COMMANDS, *_files.COMMANDS, *_sessions.COMMANDS, *_copies.COMMANDS, *_ls.COMMANDS,
+    *_library.COMMANDS, *_find.COMMANDS, *_convert.COMMANDS, *_shards.COMMANDS, *_edit.COMMANDS, *_keys.COMMANDS, demo,
 )  # fmt: skip
 for _command in _COMMANDS:
     root.add_command(_command)

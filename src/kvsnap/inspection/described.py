@@ -123,7 +123,8 @@ class Fork:
     """Where the history of a fork starts: the file id of its parent, the commit of it, and what is kept of it.
 
     `path` is where the parent is looked for, `found` whether it is there and is the one that is meant; `reason` says
-    why not. `depth` counts the files that the history goes through, without this one. `own_tokens` stand in this file.
+    why not. `depth` counts the files that the history goes through, without this one, and `above_bytes` their bytes, 0
+    where one is gone. `own_tokens` stand in this file.
     """
 
     parent: str
@@ -135,6 +136,7 @@ class Fork:
     n_rows: int
     own_tokens: int
     depth: int
+    above_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
