@@ -500,7 +500,7 @@ def test_the_demo_fails_when_the_other_process_says_something_else(kv: Any, monk
     assert code == 1
     assert out.count("FAILED") == 4  # the step, two claims, the verdict
     assert "FAILED bit-identical logits at every step (found: 2 of 3 steps agree)" in out
-    assert "class=bad" in Path("out/report.html").read_text(encoding="utf-8")
+    assert 'class="bad"' in Path("out/report.html").read_text(encoding="utf-8")
 
 
 def test_the_demo_notices_a_cache_that_was_not_restored_exactly(kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:

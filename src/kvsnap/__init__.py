@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
+    from kvsnap.inspection.comparing import diff
+    from kvsnap.inspection.differences import Diff
     from kvsnap.inspection.effects import Quality
     from kvsnap.inspection.quality import quality
     from kvsnap.journalling import Journalled, journal
@@ -56,6 +58,7 @@ __all__ = [
     "Compatibility",
     "Continuation",
     "Conversation",
+    "Diff",
     "Engine",
     "Head",
     "Identity",
@@ -81,6 +84,7 @@ __all__ = [
     "check",
     "connect",
     "convert",
+    "diff",
     "draft_of",
     "dumps",
     "generate",
@@ -115,12 +119,14 @@ _LATER = {
     "Branch": "branching",
     "Branches": "branching",
     "Conversation": "conversation",
+    "Diff": "inspection.differences",
     "Library": "library",
     "Quality": "inspection.effects",
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
     "branch": "branching",
+    "diff": "inspection.comparing",
     "draft_of": "drafts",
     "inspect_attention": "probing",
     "probe": "probing",

@@ -13,8 +13,8 @@ from kvsnap.results import Result, Table, plain, table_of
 
 __all__ = [
     "Alignment", "Diff", "FieldDifference", "GrowthDifference", "HeadDifference", "LayerDifference",
-    "LogitsDifference", "NotCompared", "OtherDifference", "PositionDifference", "SameRun", "Side", "Similarity",
-    "Verdict",
+    "LengthDifference", "LogitsDifference", "NotCompared", "OtherDifference", "PositionDifference", "Same",
+    "SameRun", "Side", "Similarity", "Verdict",
 ]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
@@ -198,6 +198,7 @@ class PositionDifference:
     """
 
     role: str
+    tokens_per_row: int
     rows: Integers
     relative_error: Floats
     cosine: Floats
@@ -229,10 +230,10 @@ class Similarity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowthDifference:
-    """What the layers of one kind take, decoded: of both, and for each token more.
+    """What the tensors of one kind take, decoded, in both.
 
-    `kind` is the kind of the layers and how their tensors grow (`attention, window 1024`). `per_token_*` are bytes for
-    each token that is kept; a window keeps `window` rows at most, None: all. `fixed_*` are bytes whatever the length.
+    `kind` is that of `TensorGrowth` (`full`, `window`, `latent`, `state` ...). `per_token_*` are the bytes that one
+    more token adds at the length that each holds, `nbytes_*` what is held now.
     """
 
     kind: str
@@ -240,9 +241,15 @@ class GrowthDifference:
     layers_b: int
     per_token_a: float
     per_token_b: float
-    window: int | None
-    fixed_a: int
-    fixed_b: int
+    nbytes_a: int
+    nbytes_b: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthDifference:
+    """What each cache takes at one length, decoded: computed from what its layers keep, held or not."""
+
+    n_tokens: int
     nbytes_a: int
     nbytes_b: int
 
@@ -311,6 +318,7 @@ class Diff(Result):
     positions: tuple[PositionDifference, ...]
     similarity: tuple[Similarity, ...]
     growth: tuple[GrowthDifference, ...]
+    lengths: tuple[LengthDifference, ...]
     logits: LogitsDifference | None
     others: tuple[OtherDifference, ...]
     not_compared: tuple[NotCompared, ...]
@@ -319,6 +327,11 @@ class Diff(Result):
     def identical(self) -> bool:
         """True when nothing differs: the same bits, the same tokens, the same in all else that both sides tell."""
         return self.verdict == "identical"
+
+    @property
+    def same_cache(self) -> bool:
+        """True when the caches are the same bits of the same tokens, all of them, whatever is beside them."""
+        return self.identical or (self.verdict == "besides" and not self.not_compared)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -338,20 +351,11 @@ class Diff(Result):
             made[layers.index(head.layer), head.head] = np.nan if value is None else value
         return layers, made
 
-    def bytes_at(self, n_tokens: int) -> tuple[float, float]:
-        """Return the bytes that each cache takes at a length, from what its layers take for a token; decoded."""
-        totals = [0.0, 0.0]
-        for part in self.growth:
-            kept = n_tokens if part.window is None else min(n_tokens, part.window)
-            totals[0] += part.fixed_a + kept * part.per_token_a
-            totals[1] += part.fixed_b + kept * part.per_token_b
-        return totals[0], totals[1]
-
     def tables(self) -> tuple[Table, ...]:
         """Return layers, heads, growth, what is beside, identity, and what was left out; the last ones as needed."""
         made = [_table(title, items, kind) for title, items, kind in (
             ("layers", self.layers, LayerDifference), ("heads", self.heads, HeadDifference),
-            ("growth", self.growth, GrowthDifference),
+            ("growth", self.growth, GrowthDifference), ("lengths", self.lengths, LengthDifference),
         )]  # fmt: skip
         differing = [f for f in self.identity if f.verdict != "match"]
         for title, items, kind in (

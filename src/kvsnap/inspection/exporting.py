@@ -224,7 +224,12 @@ def _wanted(one: HeadRows, rows: tuple[int | None, int | None]) -> slice:
 
 
 def _values(one: HeadRows, head: int, wanted: slice) -> npt.NDArray[np.float32]:
-    return np.array(one.values()[head - one.first_head, wanted], dtype=np.float32)
+    if wanted == slice(0, one.n_rows):
+        return np.array(one.values()[head - one.first_head], dtype=np.float32)
+    pieces = [np.zeros((0, one.dim), np.float32)]
+    spans = [(wanted.start, wanted.stop)] if wanted.start < wanted.stop else []
+    pieces += [block[head - one.first_head] for _, block in one.blocks_of(spans)]
+    return np.concatenate(pieces)
 
 
 def _tokens(snapshot: Snapshot, rows: Counts) -> Counts:

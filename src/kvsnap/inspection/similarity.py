@@ -18,14 +18,10 @@ LEAST_ROWS = 4
 def gram(values: npt.NDArray[np.float32]) -> Floats:
     """Return the products of each row with each, float64 `[rows, rows]`, of float32 `[heads, rows, dim]`.
 
-    Heads are taken together. Values that are no finite numbers count as 0. Rows are scaled by their largest value
-    first, which CKA does not depend on, so that nothing overflows.
+    Heads are taken together; those of further tensors are added. Values that are no finite numbers count as 0.
     """
     rows = np.asarray(values, np.float64).transpose(1, 0, 2).reshape(values.shape[1], -1)
     rows = np.where(np.isfinite(rows), rows, 0.0)
-    largest = float(np.abs(rows).max(initial=0.0))
-    if largest:
-        rows = rows / largest
     rows -= rows.mean(axis=0, keepdims=True)  # centred columns: the products keep their precision
     return np.asarray(rows @ rows.T)
 

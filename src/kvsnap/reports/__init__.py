@@ -1,0 +1,1 @@
+"""Builds pages from what inspections answer with: one self-contained HTML file, and its pictures."""

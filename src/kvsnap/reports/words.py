@@ -1,0 +1,46 @@
+"""Numbers, sizes and times in words, the same way all over a page."""
+
+from __future__ import annotations
+
+import math
+import time
+
+__all__ = ["ROLES", "count", "role_name", "share", "size", "when"]
+
+ROLES = {
+    "k": "keys", "v": "values", "latent": "latent rows", "rope": "rope rows", "index": "index rows",
+    "cross_k": "keys of the encoder", "cross_v": "values of the encoder", "recurrent": "recurrent states",
+    "conv": "convolution states",
+}  # fmt: skip
+
+
+def role_name(role: str) -> str:
+    """Return what a role is called: `keys`, `values`, `latent rows`."""
+    return ROLES.get(role, role.replace("_", " "))
+
+
+def size(n_bytes: float) -> str:
+    """Return a number of bytes for people: `78.3 MB` (powers of 1000)."""
+    value = float(n_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(value) < 1000:
+            return f"{value:,.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:,.1f} TB"
+
+
+def count(number: int, what: str) -> str:
+    """Return `1 token`, `2 tokens`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def when(time_ns: int) -> str:
+    """Return a time to the second in UTC; empty where none is known."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_ns / 1e9)) if time_ns else ""
+
+
+def share(value: float | None) -> str:
+    """Return a number with four significant digits, or `not known`."""
+    if value is None or math.isnan(value):
+        return "not known"
+    return f"{value:.4g}"
