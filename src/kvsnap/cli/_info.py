@@ -152,7 +152,7 @@ def _head_rows(s: Summary) -> Rows:
     whole = ["sealed" if s.sealed else "open"]
     if s.commit:
         whole.append("complete" if s.complete and is_whole(stop) else "last turn cut off")
-    commits = f", {count(s.commit, 'commit')}" if s.commit else ""
+    commits = f", {count(s.commit, 'commit')}" if s.commit and s.format == "native" else ""
     rows = [
         ("file", escape(s.path or "")),
         ("use", f"{s.use} ({', '.join(whole)}), {s.format} {s.version}{commits}"),
@@ -204,7 +204,7 @@ def _cache_text(s: Summary) -> str:
     dtype = s.dtype or (s.identity.cache_dtype if s.layers else "") or "no tensors"
     grows = sum(group.bytes_per_token for group in s.groups)
     states = sum(group.state_bytes for group in s.groups)
-    told = [f"{s.num_layers} layers, {dtype}"]
+    told = [f"{count(s.num_layers, 'layer')}, {dtype}"]
     told += [f"{size(grows)} per token"] if grows else []
     told += [f"{size(states)} that do not grow"] if states else []
     return ", ".join(told)
@@ -255,7 +255,8 @@ def _stored_rows(s: Summary) -> Rows:
     above = s.fork.above_bytes if s.fork else 0
     whole = f"{size(s.file_bytes)} in {count(s.n_spans, 'span')}; tensors {size(s.tensor_bytes)}"
     whole += f"; {size(above)} in the files above" if above else ""
-    whole += f"; {size(rest)} for tables, text, and what was cut away" if not above and rest > 0 else ""
+    gone = "tables, text, and what was cut away" if not s.sealed else "tables and text"
+    whole += f"; {size(rest)} for {gone}" if not above and rest > 0 else ""
     rows = [("size", whole), ("stored as", escape(", ".join(stored)) or "nothing")]
     return rows + ([("by role", escape(by_role))] if len(roles) > 1 else []) + [("fidelity", fidelity)]
 
@@ -263,7 +264,7 @@ def _stored_rows(s: Summary) -> Rows:
 def _origin_rows(s: Summary) -> Rows:
     from rich.markup import escape
 
-    unknown = ", ".join(name.replace("_", " ") for name in s.identity_unknown)
+    unknown = _unknown(s)
     rows = [
         ("sampler", _sampler_text(s)),
         ("weights", f"{len(s.identity.weights)} digests" if s.identity.weights else "unknown"),
@@ -273,6 +274,14 @@ def _origin_rows(s: Summary) -> Rows:
     rows += [(escape(k), escape(v)) for k, v in s.metadata.items() if k != "stop"]
     stop = s.metadata.get("stop", "") if s.sealed else ""
     return rows + ([("stop", STOPS.get(stop, escape(stop)))] if stop else [])
+
+
+def _unknown(s: Summary) -> str:
+    """Return what of the identity is not known; where that is most of it, what is known."""
+    known, unknown = ([n.replace("_", " ") for n in names] for names in (s.identity_known, s.identity_unknown))
+    if len(unknown) <= len(known):
+        return ", ".join(unknown)
+    return f"everything but {', '.join(known)}" if known else "everything"
 
 
 def _when(time_ns: int) -> str:

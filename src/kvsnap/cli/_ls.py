@@ -86,11 +86,13 @@ def _data(found: Listing, more: dict[str, Any]) -> dict[str, Any]:
 def _show(found: Listing, more: dict[str, Any], *, is_long: bool) -> None:
     columns = ["name", "begins", "tokens", "turns"]
     columns += ["commits", "created", "format"] if is_long else []
-    columns += ["size", "in all", "used", "made with", *(["file id"] if is_long else []), ""]
+    columns += ["size", "in all", "used", "made with", *(["file id"] if is_long and found.is_library else []), ""]
     made = table(*columns, right=("tokens", "turns", "commits", "size", "in all"))
     for one in found.files:
         nameless = "a removed session" if found.is_library else one.parent
-        made.add_row(*_row(one, is_long=is_long, nameless=nameless))
+        ids = [one.file_id] if is_long and found.is_library else []
+        *row, notes = _row(one, is_long=is_long, nameless=nameless)
+        made.add_row(*row, *ids, notes)
     show_table(made)
     total = sum(one.nbytes for one in found.files)
     if not found.is_library:
@@ -107,7 +109,7 @@ def _row(one: Listed, *, is_long: bool, nameless: str) -> list[str]:
 
     known = one.state == "ok"
     notes = [] if known else [f"[bold]{escape(one.state)}[/bold]"]
-    if not known and one.use != "session":
+    if not known and not one.use:
         notes.append(escape(one.reason))
     notes += ["pinned"] if one.pinned else []
     notes += [escape(f"fork of {', '.join(one.parent_names) or nameless}")] if one.parent else []
@@ -117,7 +119,7 @@ def _row(one: Listed, *, is_long: bool, nameless: str) -> list[str]:
     if is_long:
         row += [f"{one.n_commits:,}" if known else "", _when(one.created_ns), one.format]
     row += [size(one.nbytes) if one.nbytes else "", size(one.total_bytes) if one.total_bytes else ""]
-    row += [_when(one.used_ns), escape(one.model), *([one.file_id] if is_long else []), ", ".join(notes)]
+    row += [_when(one.used_ns), escape(one.model), ", ".join(notes)]
     return row
 
 

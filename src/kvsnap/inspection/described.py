@@ -266,7 +266,10 @@ class Summary(Result):
         return Table("by role", columns, tuple((*key, *sums) for key, sums in rows))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data; the identity is given by counts and digests, without its list of weights."""
+        """Return JSON-ready data; the identity is given by counts and digests, without its list of weights.
+
+        `error` is left out where there is none.
+        """
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         identity = self.identity.to_dict()
         identity["weights"] = len(self.identity.weights)
@@ -277,7 +280,7 @@ class Summary(Result):
             sampler=None if self.sampler is None else asdict(self.sampler),
             shard=None if self.shard is None else {"index": self.shard.index, "count": self.shard.count},
         )
-        return {name: plain(value) for name, value in data.items()}
+        return {name: plain(value) for name, value in data.items() if name != "error" or value is not None}
 
 
 _IDENTITY = (

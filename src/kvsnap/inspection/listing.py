@@ -23,6 +23,8 @@ __all__ = ["SORTS", "Listed", "Listing", "in_library", "is_library", "listing", 
 SORTS = ("name", "size", "total", "used", "created", "tokens", "turns", "commits")
 """What a listing can be sorted by."""
 _OURS = (".kvsnap", ".mlxkv", ".coli_kv")
+_STATES = {"key": "encrypted", "missing": "no parent"}
+"""What the kind of an error means of a file that is there."""
 _LOOKED_AT = 8
 """Spans that are read to find the words that a session begins with."""
 
@@ -31,10 +33,11 @@ _LOOKED_AT = 8
 class Listed:
     """One file or session. Sizes are bytes, times nanoseconds since 1970-01-01 UTC.
 
-    `state` is `ok`, for a session one of the words of `Library.list`, else the kind of the error that reading it ended
-    with (`key` for an encrypted file); `reason` says more, and the rest is what is known all the same. `nbytes` is the
-    length of the file, `total_bytes` that with all files which its history starts in. `n_turns` are the turns of its
-    history, `n_commits` all commits of the file. `model` names what it was made with, `begins` are the first words.
+    `state` is `ok`, `encrypted` (and no key), `no parent` (a fork whose parent is gone), another word of `Library.list`
+    for a session, else the kind of the error that reading it ended with; `reason` says more, and the rest is what is
+    known all the same. `nbytes` is the length of the file, `total_bytes` that with all files which its history starts
+    in. `n_turns` are the turns of its history, `n_commits` all commits of the file. `model` names what it was made
+    with, `begins` are the first words.
     """
 
     name: str
@@ -189,13 +192,14 @@ def _unread(path: str, name: str, error: Exception) -> Listed:
 
 def _summarised(s: Summary, name: str) -> Listed:
     error = s.error or {}
+    kind = str(error.get("kind", "ok"))
     above = s.fork.above_bytes if s.fork else 0
     words = [s.identity.architecture or s.architecture, s.identity.cache_dtype or s.dtype, s.identity.engine]
     return Listed(
-        name=name, path=s.path or "", format=s.format, use=s.use, state=str(error.get("kind", "ok")),
+        name=name, path=s.path or "", format=s.format, use=s.use, state=_STATES.get(kind, kind),
         reason=str(error.get("message", "")), begins=s.begins, n_tokens=s.n_tokens,
-        n_turns=s.turns.n_live if s.turns else 1, n_commits=s.commit, complete=s.complete, nbytes=s.file_bytes,
-        total_bytes=s.file_bytes + above, created_ns=s.created_ns, used_ns=s.modified_ns,
+        n_turns=s.turns.n_live if s.turns else int(s.n_tokens > 0), n_commits=s.commit, complete=s.complete,
+        nbytes=s.file_bytes, total_bytes=s.file_bytes + above, created_ns=s.created_ns, used_ns=s.modified_ns,
         model=" ".join(word for word in words if word), parent=s.fork.parent if s.fork else "", file_id=s.file_id,
     )  # fmt: skip
 
