@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from kvsnap.inspection.differences import Diff
     from kvsnap.inspection.effects import Quality
     from kvsnap.inspection.exporting import head_table
+    from kvsnap.inspection.growing import growth
+    from kvsnap.inspection.growth import Growth
     from kvsnap.inspection.listing import listing
     from kvsnap.inspection.quality import quality
     from kvsnap.journalling import Journalled, journal
@@ -62,6 +64,7 @@ __all__ = [
     "Conversation",
     "Diff",
     "Engine",
+    "Growth",
     "Head",
     "Identity",
     "Journalled",
@@ -90,6 +93,7 @@ __all__ = [
     "draft_of",
     "dumps",
     "generate",
+    "growth",
     "head_table",
     "inspect",
     "inspect_attention",
@@ -123,6 +127,7 @@ _LATER = {
     "Branch": "branching",
     "Branches": "branching",
     "Conversation": "conversation",
+    "Growth": "inspection.growth",
     "Diff": "inspection.differences",
     "Library": "library",
     "Quality": "inspection.effects",
@@ -132,6 +137,7 @@ _LATER = {
     "branch": "branching",
     "diff": "inspection.comparing",
     "draft_of": "drafts",
+    "growth": "inspection.growing",
     "head_table": "inspection.exporting",
     "inspect_attention": "probing",
     "listing": "inspection.listing",

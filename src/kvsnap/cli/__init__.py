@@ -31,6 +31,7 @@ from kvsnap.cli import (
     _keys,
     _library,
     _ls,
+    _quality,
     _run,
     _serve,
     _sessions,
@@ -71,12 +72,28 @@ def root() -> None:
     """
 
 
-_COMMANDS = (
-    *_run.COMMANDS, *chat.COMMANDS, *_serve.COMMANDS, *_sweep.COMMANDS, *_attention.COMMANDS, *_info.COMMANDS,
-    *_cat.COMMANDS, *_head.COMMANDS, *_files.COMMANDS, *_sessions.COMMANDS, *_copies.COMMANDS, *_ls.COMMANDS,
-    *_library.COMMANDS, *_find.COMMANDS, *_convert.COMMANDS, *_shards.COMMANDS, *_edit.COMMANDS, *_keys.COMMANDS, demo,
-)  # fmt: skip
-for _command in _COMMANDS:
+_PARTS = (
+    _run,
+    chat,
+    _serve,
+    _sweep,
+    _attention,
+    _quality,
+    _info,
+    _cat,
+    _head,
+    _files,
+    _sessions,
+    _copies,
+    _ls,
+    _library,
+    _find,
+    _convert,
+    _shards,
+    _edit,
+    _keys,
+)
+for _command in (*(command for part in _PARTS for command in part.COMMANDS), demo):
     root.add_command(_command)
 
 
