@@ -514,6 +514,12 @@ def test_other_shapes_are_told_by_size_and_similarity() -> None:
     assert [(g.kind, g.layers_a, g.layers_b, g.per_token_a, g.per_token_b) for g in found.growth] == [
         ("full", 2, 3, 2 * 2 * 4 * 8 * 4, 3 * 2 * 2 * 6 * 4)
     ]
+    assert found.bytes_at(60) == (a.layers[0].nbytes * 2, b.layers[0].nbytes * 3)
+    assert [(x.n_tokens, x.nbytes_a, x.nbytes_b) for x in found.lengths][:2] == [
+        (60, *found.bytes_at(60)), (1024, 1024 * 2 * 2 * 4 * 8 * 4, 1024 * 3 * 2 * 2 * 6 * 4)
+    ]  # fmt: skip
+    windows = synthetic.snapshot_of_kinds(range(1, 41), ["window8", "grow"])
+    assert diff(windows, windows).bytes_at(40)[0] == sum(layer.nbytes for layer in windows.layers)
 
 
 def plain_cka(x: np.ndarray, y: np.ndarray) -> float:

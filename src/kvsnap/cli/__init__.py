@@ -22,6 +22,7 @@ from kvsnap.cli import (
     _attention,
     _convert,
     _copies,
+    _diff,
     _edit,
     _files,
     _find,
@@ -70,7 +71,7 @@ def root() -> None:
 _COMMANDS = (
     *_run.COMMANDS, *chat.COMMANDS, *_serve.COMMANDS, *_sweep.COMMANDS, *_attention.COMMANDS, *_files.COMMANDS,
     *_sessions.COMMANDS, *_copies.COMMANDS, *_library.COMMANDS, *_find.COMMANDS, *_convert.COMMANDS, *_shards.COMMANDS,
-    *_edit.COMMANDS, *_keys.COMMANDS, demo,
+    *_diff.COMMANDS, *_edit.COMMANDS, *_keys.COMMANDS, demo,
 )  # fmt: skip
 for _command in _COMMANDS:
     root.add_command(_command)

@@ -30,7 +30,7 @@ from kvsnap.errors import (
     VersionError,
 )
 
-__all__ = ["EMBEDDED", "LoadedModel", "ModelSource", "Progress", "load_model", "resolve"]
+__all__ = ["EMBEDDED", "LoadedModel", "ModelSource", "Progress", "load_model", "load_tokenizer", "resolve"]
 
 EMBEDDED = "smollm2"
 """The name of the embedded model."""
@@ -188,6 +188,28 @@ def load_model(
         except (RuntimeError, AssertionError) as error:  # torch asserts when it is built without the device
             raise InputError(f"the model cannot be moved to {where}: {first_line(error)}") from error
     return LoadedModel(model.eval(), tokenizer, source.name, path)
+
+
+def load_tokenizer(
+    name: str | os.PathLike[str],
+    *,
+    cache_directory: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Load the tokenizer of a model without its weights. A GGUF is converted as `load_model` does.
+
+    Raise what `resolve` raises, ExtraMissingError, and InputError for a model that has none.
+    """
+    source = resolve(name)
+    require("transformers")
+    path = source.path
+    if source.kind == "gguf" and path is not None:
+        path = converted(path, cache_directory, progress)
+    with quiet():
+        found = _load_tokenizer(source, path)
+    if found is None:
+        raise InputError(f"{source.name} has no tokenizer", path=path)
+    return found
 
 
 def _load_weights(source: ModelSource, path: Path | None, dtype: str | None, attention: str | None, torch: Any) -> Any:

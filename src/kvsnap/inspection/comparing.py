@@ -86,12 +86,12 @@ def diff(
         aligned, by_layer, heads, other := tuple(besides.others_of(left, right, aligned.n_rows, layers)), fields,
         out.all(), other_shape=other_shape, all_rows=all_rows,
     )  # fmt: skip
-    growth, lengths = growth_of(left, right, layers)
+    growth, lengths, rules = growth_of(left, right, layers)
     return Diff(
         a=side_a, b=side_b, verdict=verdict, says=says, same_model=False if other_shape else known, all_rows=all_rows,
         tokens=aligned, identity=fields, layers=by_layer, heads=heads, positions=places, similarity=alike,
-        growth=growth, lengths=lengths, logits=besides.logits_of(left, right) if same_input else None, others=other,
-        not_compared=out.all(),
+        growth=growth, lengths=lengths, rules=rules, others=other, not_compared=out.all(),
+        logits=besides.logits_of(left, right) if same_input else None,
     )  # fmt: skip
 
 
