@@ -219,6 +219,14 @@ class Tensor:
         source, start, n_rows = cut(row)
         return Tensor(self.spec, source, start=start, n_rows=n_rows, bound=self.bound)
 
+    def between(self, start: int, stop: int) -> Tensor:
+        """Return the tensor without what is stored apart and holds no row of `[start, stop)`, as `since` does."""
+        cut = getattr(self._values, "between", None) if self._array is None else None
+        if cut is None:
+            return self
+        source, first, n_rows = cut(start, stop)
+        return Tensor(self.spec, source, start=first, n_rows=n_rows, bound=self.bound)
+
     def rows(self, start: int, stop: int) -> Tensor:
         """Return the rows `[start, stop)` as a view. `start` and `stop` count as `self.start` does."""
         if not self.start <= start <= stop <= self.start + self.n_rows:

@@ -6,7 +6,7 @@ over. Every byte that is handed out was checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,10 +70,41 @@ class HeadRows:
 
     def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, Floats]]:
         """Yield (number of the first row in it, float32 `[heads, some rows, dim]`) from the first row to the last."""
-        values = self.values()
+        yield from self.blocks_of(((0, self.n_rows),), block_bytes)
+
+    def blocks_of(
+        self, spans: Sequence[tuple[int, int]], block_bytes: int = BLOCK_BYTES
+    ) -> Iterator[tuple[int, Floats]]:
+        """Yield as `blocks` does the rows of these spans alone, which are in order and do not overlap.
+
+        Row 0 is the first one held. What a session stores apart and holds none of these rows is not read; a tensor in
+        one piece is read, and checked, as a whole.
+        """
         step = max(1, block_bytes // max(1, 4 * self.n_heads * self.dim))
-        for start in range(0, self.n_rows, step):
-            yield start, np.asarray(values[:, start : start + step], dtype=np.float32)
+        for at, values, some in self._pieces(spans):
+            for start, stop in some:
+                for first in range(start, stop, step):
+                    yield first, np.asarray(values[:, first - at : min(first + step, stop) - at], dtype=np.float32)
+
+    def _pieces(
+        self, spans: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[int, npt.NDArray[Any], list[tuple[int, int]]]]:
+        """Yield what is read at once: number of its first row, values, and the spans that lie in it."""
+        tensor, start = self._tensor, 0 if self._tensor is None else self._tensor.start
+        if tensor is None or tensor.spec.row_axis < 0:
+            yield 0, self.values(), list(spans)
+            return
+        groups: list[list[tuple[int, int]]] = []
+        cut: Tensor | None = None
+        for span in spans:
+            if cut is not None and span[0] + start < cut.start + cut.n_rows:  # its beginning is read already
+                groups[-1].append(span)
+            else:
+                groups.append([span])
+            cut = tensor.between(groups[-1][0][0] + start, span[1] + start)
+        for group in groups:
+            piece = tensor.between(group[0][0] + start, group[-1][1] + start)
+            yield piece.start - start, _as_heads(piece), group
 
     def row_numbers(self) -> npt.NDArray[np.int64]:
         """Return the row of the sequence that each row begins with, int64 `[n_rows]`; 0, 1, ... where it is none."""

@@ -183,12 +183,16 @@ class JoinedSource:
 
     def since(self, row: int) -> tuple[JoinedSource, int, int]:
         """Return the spans from the one that holds `row` on, the first row of those, and how many they hold."""
-        ends = self.column.starts + self.column.kept
-        first = min(int(np.searchsorted(ends, row, side="right")), len(ends) - 1)
+        return self.between(row, 1 << 62)
+
+    def between(self, start: int, stop: int) -> tuple[JoinedSource, int, int]:
+        """Return the spans that hold rows of `[start, stop)`, the first row of those, and how many they hold."""
         c = self.column
-        column = _Column(
-            c.spans[first:], c.starts[first:], c.kept[first:], c.stored[first:], c.whole, c.bound
-        )  # fmt: skip
+        ends = c.starts + c.kept
+        first = min(int(np.searchsorted(ends, start, side="right")), len(ends) - 1)
+        last = max(first + 1, int(np.searchsorted(c.starts, stop, side="left")))
+        here = slice(first, last)
+        column = _Column(c.spans[here], c.starts[here], c.kept[here], c.stored[here], c.whole, c.bound)
         return JoinedSource(self.spec, self.batch, column), int(column.starts[0]), int(column.kept.sum())
 
     def array(self) -> Array:

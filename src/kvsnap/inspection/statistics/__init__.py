@@ -12,6 +12,7 @@ from kvsnap.inspection.statistics.answers import (
     Sink,
     Statistics,
 )
+from kvsnap.inspection.statistics.gathering import statistics
 
 __all__ = [
     "Channels",
@@ -22,4 +23,5 @@ __all__ = [
     "Similarity",
     "Sink",
     "Statistics",
+    "statistics",
 ]
