@@ -20,7 +20,17 @@ from kvsnap import Diff, diff
 from kvsnap.errors import DamagedError, InputError, MissingError
 from kvsnap.inspection.alignment import same_runs
 from kvsnap.inspection.similarity import cka_between, gram
-from kvsnap.layout import Layer, PositionRun, Snapshot, Tensor, TensorSpec, numpy_dtype
+from kvsnap.layout import (
+    Layer,
+    PositionRun,
+    RandomState,
+    Sampler,
+    SamplerState,
+    Snapshot,
+    Tensor,
+    TensorSpec,
+    numpy_dtype,
+)
 from spec_file import SpecReader
 
 DATA = Path(__file__).parent / "data"
@@ -451,6 +461,17 @@ def test_what_is_beside_the_cache_is_told() -> None:
     assert found.same_cache
     assert not found.identical
     assert all(o.verdict == "equal" for o in diff(a, a).others)
+
+
+def test_random_numbers_that_decide_nothing_do_not_differ() -> None:
+    def sampled(temperature: float, seed: int) -> Snapshot:
+        state = SamplerState(Sampler(temperature=temperature, seed=seed), RandomState(seed, 3))
+        return synthetic.snapshot(range(1, 11), sampler=state)
+
+    assert diff(sampled(0.0, 1), sampled(0.0, 2)).identical
+    told = {o.name: o.verdict for o in diff(sampled(0.5, 1), sampled(0.5, 2)).others}
+    assert told["sampler"] == told["random state"] == "differ"
+    assert diff(sampled(0.0, 1), sampled(0.5, 1)).verdict == "besides"
 
 
 def test_logits_are_compared_as_distributions() -> None:
