@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kvsnap.inspection.comparing import diff
     from kvsnap.inspection.differences import Diff
     from kvsnap.inspection.effects import Quality
+    from kvsnap.inspection.growing import growth
+    from kvsnap.inspection.growth import Growth
     from kvsnap.inspection.quality import quality
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
@@ -60,6 +62,7 @@ __all__ = [
     "Conversation",
     "Diff",
     "Engine",
+    "Growth",
     "Head",
     "Identity",
     "Journalled",
@@ -88,6 +91,7 @@ __all__ = [
     "draft_of",
     "dumps",
     "generate",
+    "growth",
     "inspect",
     "inspect_attention",
     "join",
@@ -119,6 +123,7 @@ _LATER = {
     "Branch": "branching",
     "Branches": "branching",
     "Conversation": "conversation",
+    "Growth": "inspection.growth",
     "Diff": "inspection.differences",
     "Library": "library",
     "Quality": "inspection.effects",
@@ -128,6 +133,7 @@ _LATER = {
     "branch": "branching",
     "diff": "inspection.comparing",
     "draft_of": "drafts",
+    "growth": "inspection.growing",
     "inspect_attention": "probing",
     "probe": "probing",
     "quality": "inspection.quality",
