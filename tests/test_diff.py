@@ -593,7 +593,7 @@ def test_similarity_is_over_rows_that_all_layers_hold() -> None:
     few = synthetic.snapshot_of_kinds(range(1, 41), ["window3", "grow"])
     told = diff(few, few, similar=True)
     assert told.similarity == ()
-    assert "fewer than 4 rows" in told.not_compared[0].why
+    assert "fewer than 4 rows of the same input" in told.not_compared[0].why
 
 
 # -- properties ------------------------------------------------------------------------------------------------------
