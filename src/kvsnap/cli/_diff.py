@@ -11,6 +11,7 @@ import click
 
 import kvsnap
 from kvsnap.cli._keys import Keys, key_options
+from kvsnap.cli._model import open_tokenizer
 from kvsnap.cli._names import library_option, named
 from kvsnap.cli._output import (
     CheckFailed,
@@ -108,10 +109,7 @@ def _keys(keys: Keys, a: str, b: str) -> tuple[bytes | None, bytes | None]:
 def _decoder(model: str | None) -> Callable[[Sequence[int]], str] | None:
     if model is None:
         return None
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from kvsnap.engines.models import load_tokenizer
-
-    decode = load_tokenizer(model).decode
+    decode = open_tokenizer(model).decode
     return lambda ids: str(decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

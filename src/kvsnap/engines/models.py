@@ -30,7 +30,7 @@ from kvsnap.errors import (
     VersionError,
 )
 
-__all__ = ["EMBEDDED", "LoadedModel", "ModelSource", "Progress", "load_model", "load_tokenizer", "resolve"]
+__all__ = ["EMBEDDED", "LoadedModel", "ModelSource", "Progress", "load_model", "resolve"]
 
 EMBEDDED = "smollm2"
 """The name of the embedded model."""
@@ -196,9 +196,9 @@ def load_tokenizer(
     cache_directory: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Any:
-    """Load the tokenizer of a model without its weights. A GGUF is converted as `load_model` does.
+    """Load the tokenizer of the model `name` without its weights; a GGUF is converted on first use, as by `load_model`.
 
-    Raise what `resolve` raises, ExtraMissingError, and InputError for a model that has none.
+    Raise what `resolve` raises, `InputError` for a model without a tokenizer, and as `load_model`.
     """
     source = resolve(name)
     require("transformers")
@@ -208,7 +208,7 @@ def load_tokenizer(
     with quiet():
         found = _load_tokenizer(source, path)
     if found is None:
-        raise InputError(f"{source.name} has no tokenizer", path=path)
+        raise InputError("this model has no tokenizer", path=path)
     return found
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -174,12 +174,11 @@ def _checked(caches: Sequence[Snapshot], engine: Scoring, accept: Sequence[str])
     """Raise `CompatibilityError` for a cache of another model; return what was accepted, a sentence each."""
     found, told = engine.identity(), []
     for cache in caches:
-        report = compare(
-            cache.identity, found, accept=accept, needed=cache.token_offset, limit=engine.context_limit,
-            shard=str(cache.shard or ""),
-        )  # fmt: skip
-        report.raise_if_refused()
-        told += [f"accepted: {f}" for f in report.fields if f.level == "fatal" and f.verdict == "differ"]
+        facts: dict[str, Any] = {
+            "needed": cache.token_offset, "limit": engine.context_limit, "shard": str(cache.shard or "")
+        }  # fmt: skip
+        compare(cache.identity, found, accept=accept, **facts).raise_if_refused()
+        told += [f"accepted: {f}" for f in compare(cache.identity, found, **facts).refusals]
     return list(dict.fromkeys(told))
 
 
