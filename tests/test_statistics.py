@@ -354,7 +354,7 @@ def test_rows_with_short_values_may_be_sinks() -> None:
     assert sink.value_ratio < 0.25 < norms[0, 100] / np.median(norms[0])
     assert sink.key_ratio is not None
     assert 0.3 < sink.key_ratio < 0.8
-    assert any("row 0, in up to 3 layers" in f for f in found.findings)
+    assert any("row 0 (token 0), in up to 3 layers" in f for f in found.findings)
     layers[1]["v"][:, 0] *= 50
     layers[2]["v"][:, 0] *= 50
     layers[3]["v"][:, 0] *= 50

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvsnap.inspection.differences import Diff
     from kvsnap.inspection.effects import Quality
     from kvsnap.inspection.quality import quality
+    from kvsnap.inspection.statistics import Statistics, statistics
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
@@ -76,6 +77,7 @@ __all__ = [
     "Speculated",
     "Speculation",
     "Started",
+    "Statistics",
     "Tensor",
     "Token",
     "__version__",
@@ -105,6 +107,7 @@ __all__ = [
     "speculate",
     "split",
     "start",
+    "statistics",
     "sweep",
     "verify",
     "warm_from_tokens",
@@ -125,6 +128,7 @@ _LATER = {
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
+    "Statistics": "inspection.statistics",
     "branch": "branching",
     "diff": "inspection.comparing",
     "draft_of": "drafts",
@@ -134,6 +138,7 @@ _LATER = {
     "save_attention": "probing",
     "speculate": "speculation",
     "start": "starting",
+    "statistics": "inspection.statistics",
     "with_draft": "drafts",
 }
 """Not needed by most programs, so loaded for themselves."""

@@ -89,8 +89,8 @@ class Sinks:
             self._found.setdefault(int(values[0].rows[place]), []).append((layer, float(ratios[place]), of_key))
 
     def told(self, tokens: Sequence[int]) -> tuple[Sink, ...]:
-        """Return the rows that are short in a quarter of the layers or more, those of most layers first."""
-        least = max(1, self.n_layers // 4)
+        """Return the rows that are short in an eighth of the layers or more, those of most layers first."""
+        least = max(1, self.n_layers // 8)
         made = []
         for row, seen in self._found.items():
             if len(seen) >= least:

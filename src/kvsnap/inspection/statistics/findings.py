@@ -86,8 +86,9 @@ def _sinks(sinks: Sequence[Sink]) -> list[str]:
         return []
     most = max(s.n_layers for s in sinks)
     rows = ranges(s.row for s in sinks)
-    s = "s" if len(sinks) > 1 else ""
-    return [f"short values at row{s} {rows}, in up to {most} layers: may be attention sinks (kvsnap attention tells)"]
+    ids = ", ".join(dict.fromkeys(str(s.token) for s in sinks if s.token is not None))
+    where = f"row{'s' if len(sinks) > 1 else ''} {rows}{f' (token {ids})' if ids else ''}"
+    return [f"short values at {where}, in up to {most} layers: may be attention sinks (kvsnap attention tells)"]
 
 
 def _ranks(heads: Sequence[HeadStatistics]) -> list[str]:

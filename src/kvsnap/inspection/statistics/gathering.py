@@ -167,7 +167,7 @@ class _Pass:
         sinks = self._sinks.told(snapshot.tokens)
         return Statistics(
             path=path, architecture=snapshot.architecture, num_layers=snapshot.num_layers,
-            n_tokens=len(snapshot.tokens), n_rows=snapshot.n_rows, sample=self._sample, layers=tuple(self._layers),
+            tokens=snapshot.tokens, n_rows=snapshot.n_rows, sample=self._sample, layers=tuple(self._layers),
             heads=tuple(self._heads), distributions=tuple(self._distributions),
             norms=tuple(n.told() for n in self._norms.values()), channels=tuple(self._channels),
             similarity=tuple(similarity), sinks=sinks,
