@@ -84,7 +84,8 @@ def test_every_command_explains_itself_with_examples(kv: Call) -> None:
     assert set(root.commands) == {
         "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo",
         "convert", "fork", "compact", "rewind", "ls", "find", "rm", "rename", "pin", "unpin", "prune", "collect",
-        "doctor", "repair", "keygen", "split", "join", "edit", "serve", "attention", "chat",
+        "doctor", "repair", "keygen", "split", "join", "edit", "serve", "attention", "quality", "chat",
+        "stats",
     }  # fmt: skip
     for name, command in root.commands.items():
         shown = kv(name, "--help")
@@ -275,12 +276,13 @@ def not_ours(path: Path) -> None:
     path.write_bytes(b"some other file, long enough to have a header" * 20)
 
 
-COMMANDS = ("info", "cat", "verify", "log", "check", "resume", "sweep", "truncate", "head", "repair")
+COMMANDS = ("info", "cat", "verify", "log", "check", "resume", "sweep", "quality", "truncate", "head", "repair")
 MORE = {
     "repair": ["-o", "new.kvsnap"],
     "truncate": ["2", "-o", "new.kvsnap"],
     "head": ["0", "0"],
     "sweep": ["--sampler", "greedy"],
+    "quality": ["--codec", "q8"],
 }
 
 

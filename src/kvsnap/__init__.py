@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kvsnap.inspection.comparing import diff
     from kvsnap.inspection.differences import Diff
     from kvsnap.inspection.effects import Quality
+    from kvsnap.inspection.growing import growth
+    from kvsnap.inspection.growth import Growth
     from kvsnap.inspection.quality import quality
     from kvsnap.inspection.statistics import Statistics, statistics
     from kvsnap.journalling import Journalled, journal
@@ -61,6 +63,7 @@ __all__ = [
     "Conversation",
     "Diff",
     "Engine",
+    "Growth",
     "Head",
     "Identity",
     "Journalled",
@@ -90,6 +93,7 @@ __all__ = [
     "draft_of",
     "dumps",
     "generate",
+    "growth",
     "inspect",
     "inspect_attention",
     "join",
@@ -122,6 +126,7 @@ _LATER = {
     "Branch": "branching",
     "Branches": "branching",
     "Conversation": "conversation",
+    "Growth": "inspection.growth",
     "Diff": "inspection.differences",
     "Library": "library",
     "Quality": "inspection.effects",
@@ -132,6 +137,7 @@ _LATER = {
     "branch": "branching",
     "diff": "inspection.comparing",
     "draft_of": "drafts",
+    "growth": "inspection.growing",
     "inspect_attention": "probing",
     "probe": "probing",
     "quality": "inspection.quality",

@@ -16,10 +16,11 @@ import numpy.typing as npt
 from kvsnap.identity import Identity
 from kvsnap.layout import SamplerState, Snapshot
 from kvsnap.reach import Reach
-from kvsnap.tensors import TensorSpec
+from kvsnap.tensors import Layer, TensorSpec
 
 __all__ = [
     "Codec",
+    "Described",
     "Drafting",
     "Encoded",
     "Engine",
@@ -184,6 +185,20 @@ class Engine(Protocol):
 
     def warm(self, ids: Sequence[int], progress: Progress | None = None) -> None:
         """Forget the sequence and evaluate `ids` instead; all or nothing, as `prefill`."""
+
+
+@runtime_checkable
+class Described(Protocol):
+    """An engine that tells what it keeps without copying it."""
+
+    def layout(self) -> tuple[Layer, ...]:
+        """Return what each layer holds now: tensors with their sizes, whose values cannot be read.
+
+        () where only a pass tells, before there was one. No weight and no row is read. `UnsupportedError` for a batch.
+        """
+
+    def configuration(self) -> Mapping[str, Any]:
+        """Return the settings of the model, as its `config.json` has them."""
 
 
 class Drafting(Engine, Protocol):

@@ -77,6 +77,11 @@ class Quantisation:
             return "float8_e4m3fn"
         return "int32" if self.bits == 3 else "uint8"
 
+    @property
+    def per_number(self) -> int:
+        """Values in one stored number."""
+        return 1 if self.kind == "fp8" else _PER_CODE[self.bits]
+
     def by_rows(self, of_values: bool) -> bool:
         """Tell whether a group is a row of the matrix of codes (else a column), of the keys or of the values."""
         axis = self.axis_value if of_values else self.axis_key

@@ -27,6 +27,7 @@ from kvsnap.cli import (
     _find,
     _keys,
     _library,
+    _quality,
     _run,
     _serve,
     _sessions,
@@ -69,9 +70,9 @@ def root() -> None:
 
 
 _COMMANDS = (
-    *_run.COMMANDS, *chat.COMMANDS, *_serve.COMMANDS, *_sweep.COMMANDS, *_attention.COMMANDS, *_files.COMMANDS,
-    *_stats.COMMANDS, *_sessions.COMMANDS, *_copies.COMMANDS, *_library.COMMANDS, *_find.COMMANDS, *_convert.COMMANDS,
-    *_shards.COMMANDS, *_edit.COMMANDS, *_keys.COMMANDS, demo,
+    *_run.COMMANDS, *chat.COMMANDS, *_serve.COMMANDS, *_sweep.COMMANDS, *_attention.COMMANDS, *_quality.COMMANDS,
+    *_files.COMMANDS, *_sessions.COMMANDS, *_copies.COMMANDS, *_library.COMMANDS, *_find.COMMANDS, *_convert.COMMANDS,
+    *_shards.COMMANDS, *_edit.COMMANDS, *_keys.COMMANDS, *_stats.COMMANDS, demo,
 )  # fmt: skip
 for _command in _COMMANDS:
     root.add_command(_command)

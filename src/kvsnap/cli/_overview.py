@@ -7,7 +7,7 @@ import click
 __all__ = ["Overview"]
 
 _SECTIONS = (
-    ("Run a model", "chat generate resume sweep serve attention check demo"),
+    ("Run a model", "chat generate resume sweep serve attention quality check demo"),
     ("Look at a file", "info cat log head stats verify"),
     ("Go back and branch", "truncate rewind reset fork compact"),
     ("Change, convert and mend", "convert edit split join repair keygen"),

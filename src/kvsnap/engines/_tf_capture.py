@@ -13,10 +13,10 @@ from kvsnap.engines._tf_model import Model
 from kvsnap.engines._tf_padding import check_state
 from kvsnap.engines._tf_parts import Part
 from kvsnap.engines._tf_state import Line
-from kvsnap.errors import UnsupportedError
+from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.tensors import Layer, Tensor, TensorSpec, dtype_name, numpy_dtype
 
-__all__ = ["check_unpadded", "live_dtype", "logits_tensor", "read_layers", "refuse_gap"]
+__all__ = ["check_unpadded", "live_dtype", "logits_tensor", "read_layers", "refuse_gap", "sizes_of"]
 
 
 def read_layers(model: Model, cache: Any, line: Line, row: int, start: int, dtype: str) -> tuple[Layer, ...]:
@@ -45,6 +45,41 @@ def read_layers(model: Model, cache: Any, line: Line, row: int, start: int, dtyp
         layers.append(
             Layer(
                 index=index, kind=geometry.kind, tensors=tensors, num_query_heads=geometry.query_heads,
+                shares=geometry.shares, quantisation=geometry.quantisation,
+            )
+        )  # fmt: skip
+    return tuple(layers)
+
+
+class _SizesOnly:
+    """In the place of values that nobody has copied."""
+
+    def array(self) -> npt.NDArray[Any]:
+        raise InputError("only the sizes of this tensor are known: capture the engine to read its values")
+
+    def read_into(self, out: npt.NDArray[Any]) -> None:  # noqa: ARG002 # the signature of a source
+        self.array()
+
+
+def sizes_of(model: Model, cache: Any, dtype: str) -> tuple[Layer, ...]:
+    """Return every layer with the sizes of its tensors as they are in the cache; () where only a pass tells them."""
+    if not all(geometry.is_known for geometry in model.geometry):
+        return ()
+    layers: list[Layer] = []
+    for index, geometry in enumerate(model.geometry):
+        layer = layer_at(cache, index)
+        specs = geometry.specs(index, sum(len(made.tensors) for made in layers), dtype)
+        shapes = [tuple(tensor.shape[1:]) for _, tensor in tensors_of(layer, index, geometry)]
+        held = shapes or [spec.shape_with(0) for spec in specs]
+        total = kind_of(layer, index).rows(layer) or 0
+        tensors = []
+        for spec, shape in zip(specs, held, strict=True):
+            n_rows = int(shape[spec.row_axis]) if spec.row_axis >= 0 else 1
+            start = max(0, total - n_rows) if spec.growth == "window" else 0
+            tensors.append(Tensor(spec, _SizesOnly(), start=start, n_rows=n_rows))
+        layers.append(
+            Layer(
+                index=index, kind=geometry.kind, tensors=tuple(tensors), num_query_heads=geometry.query_heads,
                 shares=geometry.shares, quantisation=geometry.quantisation,
             )
         )  # fmt: skip

@@ -14,7 +14,7 @@ from kvsnap.engines import _tf_text
 from kvsnap.engines._tf_adopt import first_generated, lines_in, only_rows
 from kvsnap.engines._tf_batch import Batched
 from kvsnap.engines._tf_caches import cache_fact
-from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers
+from kvsnap.engines._tf_capture import live_dtype, logits_tensor, read_layers, sizes_of
 from kvsnap.engines._tf_encoder import with_input, without_input
 from kvsnap.engines._tf_identity import cache_quantisation_of, identity_of
 from kvsnap.engines._tf_install import build_cache, check_snapshot
@@ -30,7 +30,7 @@ from kvsnap.engines._tf_views import layers_of
 from kvsnap.errors import ConflictError, InputError, UnsupportedError
 from kvsnap.identity import Identity
 from kvsnap.labels import together_label
-from kvsnap.layout import Snapshot
+from kvsnap.layout import Layer, Snapshot
 from kvsnap.protocols import Installed, Progress, Token
 from kvsnap.sampling import choose
 
@@ -155,6 +155,14 @@ class TransformersEngine(Batched, Scoring):
                 **(together_label(line.together) if start < line.together[1] else {}),
             },
         )
+
+    def layout(self) -> tuple[Layer, ...]:
+        self._line()
+        return sizes_of(self._model, self._current().cache, self._cache_dtype())
+
+    def configuration(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._model.module.config.to_dict()
+        return found
 
     def _cache_dtype(self) -> str:
         """Name of the dtype of the live rows, or of those to come."""

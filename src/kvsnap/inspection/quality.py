@@ -23,13 +23,15 @@ from kvsnap.identity import compare
 from kvsnap.inspection.checking import non_finite
 from kvsnap.inspection.divergence import Divergence, Prediction, apart, joined, predicted
 from kvsnap.inspection.effects import Named, Quality, effect_of, mean_of, perplexity_of
+from kvsnap.inspection.summary import summarise
 from kvsnap.layout import RandomState, Sampler, SamplerState, Snapshot
 from kvsnap.protocols import Engine, Progress, Scoring
 from kvsnap.runs import common_length
 
-__all__ = ["MOST_BYTES", "quality"]
+__all__ = ["MOST_BYTES", "quality", "stored_bytes"]
 
-Source = Snapshot | str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
+Source = Snapshot | StrPath
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
@@ -123,7 +125,12 @@ def _opened(source: Source) -> tuple[Snapshot, Named]:
         raise InputError("a cache is a snapshot or the path of a file", found=type(source).__name__)
     path = os.fspath(source)
     found = formats.format_of(path).load(path)
-    return found, Named(name=path, stored_bytes=os.stat(path).st_size, bound=found.bound)
+    return found, Named(name=path, stored_bytes=stored_bytes(path), bound=found.bound)
+
+
+def stored_bytes(path: StrPath, *, key: bytes | None = None) -> int | None:
+    """Return the length of a file that holds one cache and nothing else, None for a session."""
+    return os.stat(path).st_size if summarise(path, key=key).sealed else None
 
 
 def _encoded(snapshot: Snapshot, codec: str) -> tuple[Snapshot, Named]:

@@ -1,0 +1,130 @@
+"""A configuration alone (`config.json`): what the cache of its model will hold. Without torch or transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsnap.errors import FormatError, MissingError, StorageError, UnsupportedError
+from kvsnap.inspection.families import STATES
+from kvsnap.inspection.growth import LayerGrowth
+from kvsnap.inspection.kept import NOT_UNDERSTOOD, layers_kept
+from kvsnap.inspection.settings import Settings, text_settings
+from kvsnap.tensors import numpy_dtype
+
+__all__ = ["Configured", "configured", "read_configuration"]
+
+_MOST_BYTES = 64 << 20
+_DTYPE = "bfloat16"
+_ROWS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configured:
+    """What a configuration says: the family, the dtype of rows, what each layer keeps, and what had to be assumed."""
+
+    architecture: str
+    dtype: str
+    layers: tuple[LayerGrowth, ...]
+    context_limit: int | None
+    encoder_rows: int | None
+    notes: tuple[str, ...]
+
+
+def read_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the settings in a `config.json`, or in that of a model directory.
+
+    Raise `MissingError`, `StorageError`, and `FormatError` for a file that is no JSON object or over 64 MiB.
+    """
+    place = Path(path)
+    place = place / "config.json" if place.is_dir() else place
+    try:
+        with place.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError as error:
+        raise MissingError("no such configuration", path=place) from error
+    except OSError as error:
+        raise StorageError(f"cannot be read: {error.strerror}", errno=error.errno, path=place) from error
+    if len(data) > _MOST_BYTES:
+        raise FormatError("too long for a configuration", path=place, expected=f"at most {_MOST_BYTES} bytes")
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"no JSON: {error}", path=place) from error
+    if not isinstance(found, dict):
+        raise FormatError("a configuration is an object", path=place, found=type(found).__name__)
+    return found
+
+
+def configured(config: Mapping[str, Any], dtype: str | None = None, encoder_rows: int | None = None) -> Configured:
+    """Return what the layers of the model of a configuration keep.
+
+    `dtype` is that of the rows, by default the one that the configuration names; `encoder_rows` is the length of an
+    encoder's output. Raise `InputError` naming a setting that is missing or is no number, `UnsupportedError` naming
+    what is not understood: a family that is not known is derived from `layer_types` and its heads, which `notes` say,
+    and refused where its settings speak of more.
+    """
+    settings = text_settings(config)
+    notes: list[str] = []
+    if not settings.known:
+        notes.append(_assumed(settings))
+    chosen = dtype or _dtype_of(settings, config)
+    if not chosen:
+        chosen = _DTYPE
+        notes.append(f"the configuration names no dtype: {_DTYPE} is assumed")
+    if chosen not in _ROWS:
+        raise UnsupportedError("rows are not kept in this dtype", expected=", ".join(_ROWS), found=chosen)
+    numpy_dtype(chosen)
+    length = encoder_rows if encoder_rows is not None else settings.maybe("max_source_positions")
+    if settings.family == "speech_to_text" and encoder_rows is None:
+        length = None  # its convolutions shorten the input first
+    layers = layers_kept(settings, chosen, length)
+    crosses = any(layer.kind == "cross" for layer in layers)
+    if crosses and length is None:
+        notes.append("cross-attention has one row for each position of the encoder, and no length of it is given")
+    notes += _remarks(settings, layers)
+    return Configured(
+        architecture=settings.family, dtype=chosen, layers=layers, context_limit=settings.maybe("context"),
+        encoder_rows=length if crosses else None, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _dtype_of(settings: Settings, config: Mapping[str, Any]) -> str:
+    for place in (settings.config, config):
+        for name in ("dtype", "torch_dtype"):
+            if isinstance(place.get(name), str):
+                return str(place[name]).removeprefix("torch.")
+    return ""
+
+
+def _assumed(settings: Settings) -> str:
+    """Return what is assumed of a family that is not known; raise `UnsupportedError` where its settings say more."""
+    more = sorted(
+        name
+        for name, value in settings.config.items()
+        if value not in (None, False, 0, "", [], {}) and any(part in name.lower() for part in NOT_UNDERSTOOD)
+    )
+    if more:
+        raise UnsupportedError(
+            f"{settings.family} is not known, and its settings say that it keeps more than keys and values",
+            expected="a family of docs/growth.md", found=", ".join(more[:6]),
+        )  # fmt: skip
+    return f"{settings.family} is not a family that is known: keys and values of every layer are assumed"
+
+
+def _remarks(settings: Settings, layers: tuple[LayerGrowth, ...]) -> list[str]:
+    notes = []
+    kinds = {tensor.kind for layer in layers for tensor in layer.tensors}
+    if "latent" in kinds:
+        notes.append(
+            "latent rows as transformers 5.24 keeps them; earlier releases keep the keys and values of each head"
+        )
+    if "state" in kinds and settings.family in STATES and STATES[settings.family] not in ("conv", "lightning"):
+        notes.append("recurrent states are float32, whatever the dtype of the rows")
+    if settings.family == "deepseek_v4":
+        notes.append("live, keys and values of a window are one tensor; a snapshot stores both, and both are counted")
+    return notes

@@ -1,0 +1,129 @@
+"""The settings of a model as a configuration gives them: names, defaults of its family, and checks of each number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.inspection.families import ALIASES, DECODERS, REFUSED, SWITCHED, USED_NAMES, defaults_of
+
+__all__ = ["INSIDE", "Settings", "text_settings"]
+
+_MOST_LAYERS, _MOST = 65536, 1 << 40
+INSIDE = ("decoder", "generator", "text_config", "llm_config", "language_config", "thinker_config")
+"""Where a configuration of several models keeps the settings of the one that writes text."""
+_DECODER_NAMES = {"layers": ("decoder_layers",), "heads": ("decoder_attention_heads",), "hidden": ("d_model",)}
+_T5_NAMES = {"layers": ("num_decoder_layers", "num_layers")}
+
+
+class Settings:
+    """The settings of one text model; `family` is the name of its rules, `known` tells whether there are any.
+
+    Every number that is asked for is checked: a whole one, not negative, not beyond 2**40.
+    """
+
+    def __init__(self, config: Mapping[str, Any], family: str) -> None:
+        self.config = config
+        self.family = family
+        found = defaults_of(family)
+        self.known = found is not None
+        self._defaults: Mapping[str, int] = found or {}
+
+    def has(self, name: str) -> bool:
+        """Tell whether the configuration itself has the setting."""
+        return self.config.get(name) is not None
+
+    def get(self, name: str) -> Any:
+        """Return a setting, or what the family has where the configuration leaves it out. null means None."""
+        return self.config[name] if name in self.config else self._defaults.get(name)
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Return a setting that is a number. Raise `InputError` where it is none, or there is none."""
+        found = self.maybe(name)
+        if found is None:
+            found = default
+        if found is None:
+            raise InputError(f"the configuration does not say {' or '.join(self._names(name))}")
+        return found
+
+    def maybe(self, name: str) -> int | None:
+        """Return a number as `number` does, None where there is none."""
+        names = self._names(name)
+        given = [spelt for spelt in names if spelt in self.config]
+        value = next((self.config[spelt] for spelt in given if self.config[spelt] is not None), None)
+        if value is None:
+            value = None if given else self._defaults.get(name)
+        if value is None:
+            return None
+        whole = isinstance(value, float) and value.is_integer()
+        if isinstance(value, bool) or not (isinstance(value, int) or whole) or not 0 <= value <= _MOST:
+            raise InputError(
+                f"{(given or names)[0]} is no number of layers, heads or values",
+                expected=f"0 to {_MOST}", found=str(value)[:60],
+            )  # fmt: skip
+        return int(value)
+
+    def _names(self, name: str) -> tuple[str, ...]:
+        if self.family in DECODERS and self.family != "t5_gemma_module":
+            of_decoder: Mapping[str, tuple[str, ...]] = _DECODER_NAMES
+            of_decoder = _T5_NAMES if self.family.endswith("t5") else of_decoder
+            if name in of_decoder:
+                return of_decoder[name]
+        return USED_NAMES.get(name, (name,))
+
+    @property
+    def layers(self) -> int:
+        """Layers with a cache of their own kind. Raise `InputError` for more than 65,536."""
+        found = self.number("layers") * (2 if self.family == "longcat_flash" else 1)
+        if not 0 < found <= _MOST_LAYERS:
+            raise InputError("no such number of layers", expected=f"1 to {_MOST_LAYERS}", found=found)
+        return found
+
+    @property
+    def window(self) -> int | None:
+        """Positions that a window spans, None without one."""
+        if self.family == "modernbert-decoder":
+            whole = self.maybe("local_attention")
+            return whole // 2 if whole else None
+        if self.family in SWITCHED and not self.get("use_sliding_window"):
+            return None
+        if self.has("sliding_window_size") and self.family == "mimo_v2_flash":
+            return self.number("sliding_window_size") + 1
+        found = self.maybe("sliding_window")
+        if found and self._both_ways:
+            return found // 2 + 1
+        return found
+
+    @property
+    def _both_ways(self) -> bool:
+        value = self.get("use_bidirectional_attention")
+        return (self.family == "gemma3_text" and value is True) or (self.family.startswith("gemma4") and value == "all")
+
+    def of_layer(self, index: int) -> Settings:
+        """Return the settings of one layer, where the configuration has others for it."""
+        others = self.config.get("per_layer_config")
+        if not isinstance(others, Mapping):
+            return self
+        own = next((v for k, v in others.items() if str(k).isdigit() and int(k) == index), None)
+        return Settings({**self.config, **own}, self.family) if isinstance(own, Mapping) else self
+
+
+def text_settings(config: Mapping[str, Any]) -> Settings:
+    """Return the settings of the text model that a configuration is of, or holds.
+
+    Raise `InputError` where it names no family, `UnsupportedError` for a family that no engine captures.
+    """
+    inner, outer = config, str(config.get("model_type") or "")
+    seen = 0
+    while (name := next((n for n in INSIDE if isinstance(inner.get(n), Mapping)), None)) is not None and seen < 4:
+        inner, seen = inner[name], seen + 1
+    family = str(inner.get("model_type") or "")
+    if not family and inner is not config:
+        family = ALIASES.get(outer, "")
+    if not family:
+        raise InputError("the configuration names no family of models", expected="model_type", found="none")
+    family = ALIASES.get(family, family)
+    if family in REFUSED:
+        raise UnsupportedError(f"{family} {REFUSED[family]}")
+    return Settings(inner, family)
