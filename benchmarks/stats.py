@@ -14,7 +14,7 @@ from pathlib import Path
 
 import common
 import numpy as np
-from common import Figure, Work, interleave, ratio, rate, reads_of
+from common import Figure, Work, interleave, rate, ratio, reads_of
 
 import kvsnap
 from kvsnap.layout import Snapshot, numpy_dtype
