@@ -90,7 +90,7 @@ def stats(
 
 def _data(found: Statistics, by: str) -> dict[str, Any]:
     """Return all but the largest arrays, which are told when they are asked for."""
-    data = {**found.to_dict(), "n_tokens": found.n_tokens}
+    data = found.to_dict()
     for name, wanted in (("channels", "channel"), ("norms", "row")):
         if by != wanted:
             del data[name]

@@ -5,6 +5,7 @@ A figure that cannot be told (no row without NaN, one row only, a state that has
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "Similarity",
     "Sink",
     "Statistics",
+    "token_of",
 ]
 
 Floats = npt.NDArray[np.float32]
@@ -211,7 +213,8 @@ class Sink:
 class Statistics(Result):
     """The statistics of one cache; `statistics` makes them.
 
-    `tokens` and `n_rows` are those of the snapshot. `sample` is the number of rows that were asked for, None: all
+    `n_tokens` and `n_rows` are those of the snapshot, `tokens` the ids of the rows, of the last ones where a foreign
+    file has no more. `sample` is the number of rows that were asked for, None: all
     rows were looked at. `findings` says in words what stands out, `notes` what was left out or has to be known about
     the figures. Lists are in the order of layers, then of the tensors in a layer, then of heads.
     """
@@ -219,8 +222,9 @@ class Statistics(Result):
     path: str | None
     architecture: str
     num_layers: int
-    tokens: tuple[int, ...]
+    n_tokens: int
     n_rows: int
+    tokens: tuple[int, ...]
     sample: int | None
     layers: tuple[LayerStatistics, ...]
     heads: tuple[HeadStatistics, ...]
@@ -231,10 +235,6 @@ class Statistics(Result):
     sinks: tuple[Sink, ...]
     findings: tuple[str, ...]
     notes: tuple[str, ...]
-
-    @property
-    def n_tokens(self) -> int:
-        return len(self.tokens)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -298,13 +298,19 @@ class Statistics(Result):
         rows = [
             (
                 row,
-                self.tokens[row] if row < self.n_tokens else None,
+                token_of(self.tokens, self.n_rows, row),
                 *(_or_none(n.by_row[row]) for n in norms),
                 sinks.get(row, 0),
             )
             for row in range(max((len(n.by_row) for n in norms), default=0))
         ]
         return Table("rows", ("row", "token", *(f"{n.role}_norm" for n in norms), "sink_layers"), tuple(rows))
+
+
+def token_of(tokens: Sequence[int], n_rows: int, row: int) -> int | None:
+    """Return the id of a row where `tokens` are those of the last of `n_rows` rows; None where it is not among them."""
+    place = row - (n_rows - len(tokens))
+    return tokens[place] if 0 <= place < len(tokens) else None
 
 
 def _or_none(value: np.floating[Any]) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvsnap.inspection.statistics.answers import HeadStatistics, LayerStatistics, Similarity, Sink
 from kvsnap.inspection.statistics.figures import OUTLIER_RATIO
-from kvsnap.inspection.statistics.measuring import DIM_LIMIT, RUN_ROWS
+from kvsnap.inspection.statistics.measuring import RUN_ROWS
 from kvsnap.layout import Snapshot
 
 __all__ = ["findings_of", "notes_of", "ranges"]
@@ -157,7 +157,4 @@ def notes_of(
     few = sorted({r.role for r in layers if not r.is_state and 1 < r.n_rows <= r.dim})
     if few:
         notes.append(f"{', '.join(few)}: fewer rows than channels, so ranks are limited by the rows")
-    wide = sorted({r.role for r in layers if r.dim > DIM_LIMIT and not r.is_state})
-    if wide:
-        notes.append(f"{', '.join(wide)}: rows wider than {DIM_LIMIT}, of which no principal components are told")
     return tuple(notes)
