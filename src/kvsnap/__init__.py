@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from kvsnap.inspection.comparing import diff
     from kvsnap.inspection.differences import Diff
     from kvsnap.inspection.effects import Quality
+    from kvsnap.inspection.exporting import head_table
     from kvsnap.inspection.growing import growth
     from kvsnap.inspection.growth import Growth
+    from kvsnap.inspection.listing import listing
     from kvsnap.inspection.quality import quality
     from kvsnap.inspection.statistics import Statistics, statistics
     from kvsnap.journalling import Journalled, journal
@@ -94,10 +96,12 @@ __all__ = [
     "dumps",
     "generate",
     "growth",
+    "head_table",
     "inspect",
     "inspect_attention",
     "join",
     "journal",
+    "listing",
     "load",
     "loads",
     "probe",
@@ -138,7 +142,9 @@ _LATER = {
     "diff": "inspection.comparing",
     "draft_of": "drafts",
     "growth": "inspection.growing",
+    "head_table": "inspection.exporting",
     "inspect_attention": "probing",
+    "listing": "inspection.listing",
     "probe": "probing",
     "quality": "inspection.quality",
     "save_attention": "probing",
