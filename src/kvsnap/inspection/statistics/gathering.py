@@ -55,7 +55,7 @@ def statistics(
         raise InputError("a sample has one row or more", expected="1 or more", found=sample)
     snapshot, path = _opened(source, key)
     chosen = _chosen(snapshot, layers)
-    every = [f for f in head_rows(snapshot) if (chosen is None or f.layer in chosen) and f.n_heads * f.dim]
+    every = [f for f in head_rows(snapshot) if (chosen is None or f.layer in chosen) and f.nbytes]
     wanted = [f for f in every if roles is None or f.role in roles]
     known = tuple(dict.fromkeys(f.role for f in every))
     unknown = [role for role in roles or () if role not in known]
