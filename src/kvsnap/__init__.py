@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvsnap.inspection.growth import Growth
     from kvsnap.inspection.listing import listing
     from kvsnap.inspection.quality import quality
+    from kvsnap.inspection.statistics import Statistics, statistics
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
@@ -83,6 +84,7 @@ __all__ = [
     "Speculated",
     "Speculation",
     "Started",
+    "Statistics",
     "Tensor",
     "Token",
     "__version__",
@@ -117,6 +119,7 @@ __all__ = [
     "speculate",
     "split",
     "start",
+    "statistics",
     "sweep",
     "verify",
     "warm_from_tokens",
@@ -139,6 +142,7 @@ _LATER = {
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
+    "Statistics": "inspection.statistics",
     "branch": "branching",
     "diff": "inspection.comparing",
     "draft_of": "drafts",
@@ -153,6 +157,7 @@ _LATER = {
     "save_attention": "probing",
     "speculate": "speculation",
     "start": "starting",
+    "statistics": "inspection.statistics",
     "with_draft": "drafts",
 }
 """Not needed by most programs, so loaded for themselves."""

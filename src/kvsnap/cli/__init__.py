@@ -38,6 +38,7 @@ from kvsnap.cli import (
     _serve,
     _sessions,
     _shards,
+    _stats,
     _sweep,
     chat,
 )
@@ -85,6 +86,7 @@ _PARTS = (
     _cat,
     _head,
     _files,
+    _stats,
     _diff,
     _sessions,
     _copies,
