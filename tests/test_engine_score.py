@@ -15,7 +15,7 @@ import kvsnap  # noqa: E402 - after the extras are known to be there
 from compressed_models import compressed_model  # noqa: E402
 from encdec_models import encdec_model, input_of  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
-from kvsnap.errors import ContextError, InputError  # noqa: E402
+from kvsnap.errors import ConflictError, ContextError, InputError  # noqa: E402
 from latent_models import KNOWN, latent_model  # noqa: E402
 from test_engine_layers import MODELS  # noqa: E402
 from test_engine_layers import make as layered  # noqa: E402
@@ -118,6 +118,19 @@ def test_blocks_are_in_order_and_one_that_is_left_early_stands_behind_the_last(m
     rest = list(whole.score(TEXT[5:]))
     assert [len(block) for block in rest] == [5, 5, 2]
     assert np.array_equal(np.concatenate(rest), np.concatenate(blocks[1:]))
+
+
+def test_a_change_between_two_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, control = begun("full"), begun("full")
+    monkeypatch.setattr("kvsnap.engines._tf_score._BLOCK_BYTES", 4 * 256 * 5)
+    with engine.aside():
+        engine.prefill(IDS[:4])
+        blocks, others = engine.score(TEXT), engine.score(TEXT)
+        next(blocks)
+    for one in (blocks, others):
+        with pytest.raises(ConflictError, match="changed while a text was scored"):
+            next(one)  # the sequence that waited is not the one that was scored
+    assert ids_of(engine, 4) == ids_of(control, 4)
 
 
 def test_what_cannot_be_scored_is_refused_before_anything_is_evaluated() -> None:

@@ -268,7 +268,13 @@ def test_the_text_that_the_model_makes_itself(stored: Snapshot) -> None:
     engine = tiny()
     kvsnap.restore(stored, engine)
     ids = [token.id for token in kvsnap.generate(engine, max_tokens=21, sampler=kvsnap.Sampler())]
-    found = kvsnap.quality(stored, (), tiny(), codec="q8", n_tokens=20)
+    told: list[tuple[int, int]] = []
+    found = kvsnap.quality(
+        stored, (), tiny(), codec="q8", n_tokens=20, progress=lambda done, total: told.append((done, total))
+    )
+    assert told[0] == (1, 63)
+    assert told[-1] == (61, 61)  # 21 steps, and 20 places of each cache
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert (found.source, found.n) == ("own", 20)
     assert [*found.ids.tolist(), int(found.targets[-1])] == ids
     assert any("own" in note for note in found.notes)
@@ -425,6 +431,9 @@ def test_files_tables_and_data(stored: Snapshot, tmp_path: Path) -> None:
     assert file.stored_bytes == paths[1].stat().st_size == memory.stored_bytes
     assert file.bound == memory.bound > 0
     assert found.reference == str(paths[0])
+    back = kvsnap.quality(paths[1], paths[0], tiny(), continuation=TEXT)
+    assert back.bound == file.bound
+    assert any(note.startswith("the reference itself was stored with errors of up to") for note in back.notes)
     main, known, places = found.tables()
     assert main.to_dicts()[0]["kl_mean"] == file.kl_mean
     assert len(places.rows) == found.n

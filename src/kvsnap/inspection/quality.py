@@ -100,7 +100,7 @@ def quality(
         elif continuation is not None:
             source, text = "given", (*known, *_ids_of(able, continuation))
         else:
-            source, text = "own", (*known, *judge.own(whole, n_tokens + 1 - len(known)))
+            source, text = "own", (*known, *judge.own(whole, n_tokens + 1 - len(known), len(caches)))
             notes.append("the text is the model's own, of which it is surer than of any other: give one to judge by")
         if last is None and len(text) > n_tokens + 1:
             notes.append(f"of the text {n_tokens:,} of {len(text) - 1:,} places are compared")
@@ -214,7 +214,7 @@ class _Judge:
         self._logits: Logits = np.empty((0, 0), dtype=np.float32)
         self._n = self._done = self._total = 0
 
-    def own(self, cache: Snapshot, count: int) -> tuple[int, ...]:
+    def own(self, cache: Snapshot, count: int, n_caches: int) -> tuple[int, ...]:
         """Return up to `count` ids that the model generates from a cache, always its most probable one."""
         engine, ids = self._engine, list[int]()
         limit, taken = engine.context_limit, cache.token_offset + cache.n_pending
@@ -230,6 +230,7 @@ class _Judge:
                     "nothing can be generated from the reference: give a text to judge by", found=error
                 ) from error
             ids.append(token.id)
+            self._advance(1, count * (1 + n_caches))
             if token.end:
                 break
         return tuple(ids)
@@ -272,7 +273,7 @@ class _Judge:
             raise InputError("the text has an id outside the vocabulary", expected=f"0 to {vocab - 1}", found=wrong)
         self._ids = np.array(text[:-1], dtype=np.int64)
         self._targets = np.array(text[1:], dtype=np.int64)
-        self._n, self._total = n, n * n_caches
+        self._n, self._total = n, self._done + n * n_caches
 
     def _predictions(self, cache: Snapshot) -> Prediction:
         """Evaluate the text behind the reference, whose logits are kept."""
@@ -303,9 +304,12 @@ class _Judge:
         for block in engine.score(self._ids.tolist()):
             yield first, block
             first += len(block)
-            self._done += len(block)
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+            self._advance(len(block), self._total)
+
+    def _advance(self, count: int, total: int) -> None:
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, total)
 
 
 def _placed(cache: Snapshot, engine: Engine) -> Snapshot:
