@@ -142,13 +142,15 @@ def _print(found: Quality) -> None:
         f"{found.architecture}: {count(found.n, 'place')} {_SOURCES[found.source]}, behind "
         f"{count(found.n_history, 'token')} of {found.reference}{held}; its perplexity {_figure(found.perplexity)}\n"
     )
-    numbers = ("size", "KL mean", "+-", "median", "p99", "max", "top-1", "top-5", "perplexity", "change", "left out")
-    made = table("cache", *numbers, "verdict", right=numbers)
+    numbers = ("size", "KL mean", "+-", "median", "p99", "max", "top-1", "top-5", "perplexity", "change")
+    left_out = any(e.n_bad for e in found.others)
+    made = table("cache", *numbers, *["left out"] * left_out, "verdict", right=(*numbers, "left out"))
     for e in found.others:
         made.add_row(
             _escaped(e.name), "" if e.stored_bytes is None else size(e.stored_bytes), _nats(e.kl_mean), _nats(e.kl_se),
             _nats(e.kl_median), _nats(e.kl_p99), _nats(e.kl_max), _part(e.top1), _part(e.top5), _figure(e.perplexity),
-            "" if e.perplexity_change is None else f"{e.perplexity_change:+.2%}", str(e.n_bad or ""), e.verdict,
+            "" if e.perplexity_change is None else f"{e.perplexity_change:+.2%}",
+            *[str(e.n_bad)] * left_out, e.verdict,
         )  # fmt: skip
     show_table(made)
     print()
