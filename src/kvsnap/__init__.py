@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvsnap.inspection.growth import Growth
     from kvsnap.inspection.listing import listing
     from kvsnap.inspection.quality import quality
+    from kvsnap.inspection.statistics import Statistics, statistics
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
@@ -81,6 +82,7 @@ __all__ = [
     "Speculated",
     "Speculation",
     "Started",
+    "Statistics",
     "Tensor",
     "Token",
     "__version__",
@@ -113,6 +115,7 @@ __all__ = [
     "speculate",
     "split",
     "start",
+    "statistics",
     "sweep",
     "verify",
     "warm_from_tokens",
@@ -134,6 +137,7 @@ _LATER = {
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
+    "Statistics": "inspection.statistics",
     "branch": "branching",
     "diff": "inspection.comparing",
     "draft_of": "drafts",
@@ -146,6 +150,7 @@ _LATER = {
     "save_attention": "probing",
     "speculate": "speculation",
     "start": "starting",
+    "statistics": "inspection.statistics",
     "with_draft": "drafts",
 }
 """Not needed by most programs, so loaded for themselves."""

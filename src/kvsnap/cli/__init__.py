@@ -37,6 +37,7 @@ from kvsnap.cli import (
     _serve,
     _sessions,
     _shards,
+    _stats,
     _sweep,
     chat,
 )
@@ -84,6 +85,7 @@ _PARTS = (
     _cat,
     _head,
     _files,
+    _stats,
     _diff,
     _sessions,
     _copies,
