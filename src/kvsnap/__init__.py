@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         convert,
         dumps,
         generate,
+        growth,
         inspect,
         join,
         load,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from kvsnap.inspection.comparing import diff
     from kvsnap.inspection.differences import Diff
     from kvsnap.inspection.effects import Quality
-    from kvsnap.inspection.growing import growth
     from kvsnap.inspection.growth import Growth
     from kvsnap.inspection.quality import quality
     from kvsnap.journalling import Journalled, journal
@@ -133,7 +133,6 @@ _LATER = {
     "branch": "branching",
     "diff": "inspection.comparing",
     "draft_of": "drafts",
-    "growth": "inspection.growing",
     "inspect_attention": "probing",
     "probe": "probing",
     "quality": "inspection.quality",

@@ -25,6 +25,7 @@ from kvsnap.cli import (
     _edit,
     _files,
     _find,
+    _growth,
     _keys,
     _library,
     _run,
@@ -69,8 +70,8 @@ def root() -> None:
 
 _COMMANDS = (
     *_run.COMMANDS, *chat.COMMANDS, *_serve.COMMANDS, *_sweep.COMMANDS, *_attention.COMMANDS, *_files.COMMANDS,
-    *_sessions.COMMANDS, *_copies.COMMANDS, *_library.COMMANDS, *_find.COMMANDS, *_convert.COMMANDS, *_shards.COMMANDS,
-    *_edit.COMMANDS, *_keys.COMMANDS, demo,
+    *_growth.COMMANDS, *_sessions.COMMANDS, *_copies.COMMANDS, *_library.COMMANDS, *_find.COMMANDS, *_convert.COMMANDS,
+    *_shards.COMMANDS, *_edit.COMMANDS, *_keys.COMMANDS, demo,
 )  # fmt: skip
 for _command in _COMMANDS:
     root.add_command(_command)
