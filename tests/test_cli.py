@@ -84,7 +84,8 @@ def test_every_command_explains_itself_with_examples(kv: Call) -> None:
     assert set(root.commands) == {
         "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo",
         "convert", "fork", "compact", "rewind", "ls", "find", "rm", "rename", "pin", "unpin", "prune", "collect",
-        "doctor", "repair", "keygen", "split", "join", "edit", "serve", "attention", "chat",
+        "doctor", "repair", "keygen", "split", "join", "edit", "serve", "attention", "quality", "chat", "growth",
+        "diff",
     }  # fmt: skip
     for name, command in root.commands.items():
         shown = kv(name, "--help")
@@ -275,12 +276,13 @@ def not_ours(path: Path) -> None:
     path.write_bytes(b"some other file, long enough to have a header" * 20)
 
 
-COMMANDS = ("info", "cat", "verify", "log", "check", "resume", "sweep", "truncate", "head", "repair")
+COMMANDS = ("info", "cat", "verify", "log", "check", "resume", "sweep", "quality", "truncate", "head", "repair")
 MORE = {
     "repair": ["-o", "new.kvsnap"],
     "truncate": ["2", "-o", "new.kvsnap"],
     "head": ["0", "0"],
     "sweep": ["--sampler", "greedy"],
+    "quality": ["--codec", "q8"],
 }
 
 
@@ -385,7 +387,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["sweep", "sealed.kvsnap", "--sampler", "heat=1"], 2, "found heat=1"),
         (["sweep", "sealed.kvsnap", "--sampler", "seed=x"], 2, "seed is no number"),
         (["sweep", "sealed.kvsnap", "--sampler", "greedy", "--max-tokens", "0"], 2, "1 or more, found 0"),
-        (["head", "sealed.kvsnap", "0", "0", "-o", "x.txt"], 2, ".npy or .npz"),
+        (["head", "sealed.kvsnap", "0", "0", "-o", "x.txt"], 2, ".npy, .npz, .csv, .parquet"),
         (["head", "sealed.kvsnap", "0", "0", "-o", "gone/x.npy"], 3, "gone: no such directory"),
         (["head", "sealed.kvsnap", "9", "0"], 2, "no such layer; expected 0 to 1, found 9"),
         (["head", "sealed.kvsnap", "0", "2"], 2, "expected 0 to 1, found 2"),

@@ -20,7 +20,17 @@ from kvsnap import Diff, diff
 from kvsnap.errors import DamagedError, InputError, MissingError
 from kvsnap.inspection.alignment import same_runs
 from kvsnap.inspection.similarity import cka_between, gram
-from kvsnap.layout import Layer, PositionRun, Snapshot, Tensor, TensorSpec, numpy_dtype
+from kvsnap.layout import (
+    Layer,
+    PositionRun,
+    RandomState,
+    Sampler,
+    SamplerState,
+    Snapshot,
+    Tensor,
+    TensorSpec,
+    numpy_dtype,
+)
 from spec_file import SpecReader
 
 DATA = Path(__file__).parent / "data"
@@ -453,6 +463,17 @@ def test_what_is_beside_the_cache_is_told() -> None:
     assert all(o.verdict == "equal" for o in diff(a, a).others)
 
 
+def test_random_numbers_that_decide_nothing_do_not_differ() -> None:
+    def sampled(temperature: float, seed: int) -> Snapshot:
+        state = SamplerState(Sampler(temperature=temperature, seed=seed), RandomState(seed, 3))
+        return synthetic.snapshot(range(1, 11), sampler=state)
+
+    assert diff(sampled(0.0, 1), sampled(0.0, 2)).identical
+    told = {o.name: o.verdict for o in diff(sampled(0.5, 1), sampled(0.5, 2)).others}
+    assert told["sampler"] == told["random state"] == "differ"
+    assert diff(sampled(0.0, 1), sampled(0.5, 1)).verdict == "besides"
+
+
 def test_logits_are_compared_as_distributions() -> None:
     a = synthetic.snapshot(range(1, 11), vocab=8)
     assert a.logits is not None
@@ -514,6 +535,12 @@ def test_other_shapes_are_told_by_size_and_similarity() -> None:
     assert [(g.kind, g.layers_a, g.layers_b, g.per_token_a, g.per_token_b) for g in found.growth] == [
         ("full", 2, 3, 2 * 2 * 4 * 8 * 4, 3 * 2 * 2 * 6 * 4)
     ]
+    assert found.bytes_at(60) == (a.layers[0].nbytes * 2, b.layers[0].nbytes * 3)
+    assert [(x.n_tokens, x.nbytes_a, x.nbytes_b) for x in found.lengths][:2] == [
+        (60, *found.bytes_at(60)), (1024, 1024 * 2 * 2 * 4 * 8 * 4, 1024 * 3 * 2 * 2 * 6 * 4)
+    ]  # fmt: skip
+    windows = synthetic.snapshot_of_kinds(range(1, 41), ["window8", "grow"])
+    assert diff(windows, windows).bytes_at(40)[0] == sum(layer.nbytes for layer in windows.layers)
 
 
 def plain_cka(x: np.ndarray, y: np.ndarray) -> float:
@@ -566,7 +593,7 @@ def test_similarity_is_over_rows_that_all_layers_hold() -> None:
     few = synthetic.snapshot_of_kinds(range(1, 41), ["window3", "grow"])
     told = diff(few, few, similar=True)
     assert told.similarity == ()
-    assert "fewer than 4 rows" in told.not_compared[0].why
+    assert "fewer than 4 rows of the same input" in told.not_compared[0].why
 
 
 # -- properties ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +19,16 @@ from compressed_models import MODELS, compressed_model  # noqa: E402
 from encdec_models import FAMILIES as WITH_ENCODER  # noqa: E402
 from encdec_models import encdec_model, input_of  # noqa: E402
 from family_models import FAMILIES, build, known  # noqa: E402
+from kvsnap.cli import run  # noqa: E402
+from kvsnap.engines._tf_shapes import shapes_of  # noqa: E402
+from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.errors import InputError, UnsupportedError  # noqa: E402
 from kvsnap.inspection.configuration import configured  # noqa: E402
 from kvsnap.inspection.families import STATES, known_families  # noqa: E402
 from kvsnap.inspection.growing import compared  # noqa: E402
 from latent_models import FAMILIES as LATENT  # noqa: E402
 from latent_models import latent_model  # noqa: E402
+from tiny_models import save_tiny  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,
@@ -222,3 +227,101 @@ def test_a_family_that_is_not_known_is_assumed_or_refused() -> None:
         kvsnap.growth({**config, "model_type": "somellm", "kv_lora_rank": 8})
     with pytest.raises(InputError, match="names no family"):
         kvsnap.growth({"hidden_size": 8})
+
+
+# -- live models, and models without weights --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "deepseek_v3", "deepseek_v4", "bamba"])
+def test_a_live_model_and_its_file_are_as_told(family: str, tmp_path: Path) -> None:
+    engine = kvsnap.connect(build(family))
+    before = kvsnap.growth(engine)
+    engine.prefill(list(range(3, 30)))
+    for _ in range(4):
+        engine.step()
+    engine.settle()
+    made = kvsnap.growth(engine)
+    assert [check.against for check in made.checked] == ["its own tensors", "the settings of its model"]
+    assert all(check.ok and not check.off for check in made.checked)
+    assert before.layers == made.layers or {layer.kind for layer in before.layers} == {
+        layer.kind for layer in made.layers
+    }
+    snapshot = engine.capture()
+    assert made.at(engine.n_rows).cache_bytes == sum(tensor.nbytes for tensor in snapshot.tensors())
+    snapshot.save(tmp_path / "x.kvsnap")
+    told = kvsnap.growth(tmp_path / "x.kvsnap")
+    assert [check.ok for check in told.checked] == [True, True]
+    assert told.at(1000) == made.at(1000)
+
+
+def test_reading_the_sizes_of_a_live_model_reads_no_row() -> None:
+    engine = kvsnap.connect(build("llama"))
+    engine.prefill([3, 4, 5])
+    tensor = engine.layout()[0].tensors[0]
+    assert tensor.shape == (2, 3, 16)
+    with pytest.raises(InputError, match="only the sizes"):
+        _ = tensor.array
+
+
+@pytest.mark.parametrize("kind", ["quanto", "fp8"])
+def test_a_quantised_cache_is_told_by_its_codes(kind: str) -> None:
+    options: dict[str, Any] = {"backend": kind}
+    if kind == "quanto":
+        pytest.importorskip("optimum.quanto")
+        options |= {"nbits": 4, "q_group_size": 16, "residual_length": 8}
+    model = build("llama")
+    engine = kvsnap.connect(model, cache="quantised", cache_options=options)
+    engine.prefill(list(range(3, 43)))
+    for _ in range(5):
+        made = kvsnap.growth(engine)
+        assert made.checked[0].ok, made.checked[0].faults[:3]
+        engine.step()
+        engine.settle()
+    assert made.kinds == ("codes",)
+    assert made.at(1000).cache_bytes < 1000 * kvsnap.growth(settings_of(model)).at(0).bytes_per_token / 3
+
+
+REAL = ("gpt-oss-20b", "Mistral-7B-v0.1", "Jamba-v0.1")
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_model_at_full_size_without_its_weights(name: str) -> None:
+    path = Path(__file__).parent / "data" / "configs" / f"{name}.json"
+    made = kvsnap.growth(path, check=True)
+    (check,) = made.checked
+    assert check.ok, check.faults[:3]
+    assert (check.against, check.layers) == ("a model without weights", len(made.layers))
+    window = max((t.spec.window for layer in made.layers for t in layer.tensors), default=0)
+    assert check.n_tokens > window
+    config = json.loads(path.read_text())
+    wrong = {**config, "num_key_value_heads": 4}
+    layers, count = shapes_of(config, "bfloat16", 1)
+    assert not compared("another", kvsnap.growth(wrong).layers, layers, count).ok
+
+
+def test_what_cannot_be_run_without_weights_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="biogpt cannot be run without its weights"):
+        kvsnap.growth(settings_of(build("biogpt")), check=True)
+    with pytest.raises(UnsupportedError, match="t5 has an encoder"):
+        kvsnap.growth(settings_of(build("t5")), check=True)
+    with pytest.raises(InputError, match="only a configuration"):
+        kvsnap.growth(kvsnap.connect(build("llama")), check=True)
+
+
+def test_the_command_compares_a_live_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = save_tiny(tmp_path)
+    assert run(["growth", "--model", str(directory), str(directory), "--at", "1000"]) == 0
+    out = capsys.readouterr().out
+    assert "checked against its own tensors: 3 layers at 40 positions" in out
+    assert "checked against the settings of its model: 3 layers at 40 positions" in out
+
+
+@pytest.mark.smollm2
+def test_smollm2() -> None:
+    loaded = load_model("smollm2", dtype="float32")
+    engine = kvsnap.connect(loaded.model, loaded.tokenizer)
+    engine.prefill(engine.tokenize("How large does this get?"))
+    made = kvsnap.growth(engine)
+    assert made.at(0).bytes_per_token == 46_080
+    assert all(check.ok for check in made.checked)
+    assert made.at(engine.n_rows).cache_bytes == engine.capture().nbytes - engine.vocab_size * 4

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from kvsnap.inspection.comparing import diff
     from kvsnap.inspection.differences import Diff
     from kvsnap.inspection.effects import Quality
+    from kvsnap.inspection.exporting import head_table
     from kvsnap.inspection.growth import Growth
+    from kvsnap.inspection.listing import listing
     from kvsnap.inspection.quality import quality
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
@@ -92,10 +94,12 @@ __all__ = [
     "dumps",
     "generate",
     "growth",
+    "head_table",
     "inspect",
     "inspect_attention",
     "join",
     "journal",
+    "listing",
     "load",
     "loads",
     "probe",
@@ -133,7 +137,9 @@ _LATER = {
     "branch": "branching",
     "diff": "inspection.comparing",
     "draft_of": "drafts",
+    "head_table": "inspection.exporting",
     "inspect_attention": "probing",
+    "listing": "inspection.listing",
     "probe": "probing",
     "quality": "inspection.quality",
     "save_attention": "probing",

@@ -13,7 +13,8 @@ from kvsnap.files import Reader, replacing
 from kvsnap.formats import native
 from kvsnap.formats.native import MemorySink, RepairReport, SaveReport, VerifyReport
 from kvsnap.inspection import Summary, refuse_key
-from kvsnap.layout import Snapshot, set_save
+from kvsnap.inspection.notebook import html_of
+from kvsnap.layout import Snapshot, set_html, set_save
 from kvsnap.protocols import Format, Loss, Progress
 
 __all__ = ["LossReport", "convert", "dumps", "inspect", "load", "loads", "repair", "save", "verify"]
@@ -242,3 +243,4 @@ def repair(path: StrPath, out: StrPath, *, keep_tokens: bool = False, progress: 
 
 
 set_save(save)
+set_html(html_of)

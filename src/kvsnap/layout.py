@@ -160,6 +160,9 @@ class Head:
     v: npt.NDArray[np.float32]
     positions: npt.NDArray[np.int64]
 
+    def _repr_html_(self) -> str | None:
+        return _html(self)
+
 
 _hooks: dict[str, Callable[..., Any]] = {}
 
@@ -167,6 +170,15 @@ _hooks: dict[str, Callable[..., Any]] = {}
 def set_save(function: Callable[..., Any]) -> None:
     """Tell `Snapshot.save` what to call; only the modules above this one know the formats."""
     _hooks["save"] = function
+
+
+def set_html(function: Callable[[Any], str]) -> None:
+    """Tell what makes HTML of a snapshot or a head for notebooks; only modules above this one know of tables."""
+    _hooks["html"] = function
+
+
+def _html(shown: Any) -> str | None:
+    return str(_hooks["html"](shown)) if "html" in _hooks else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -199,6 +211,9 @@ class Snapshot:
     source: Mapping[str, Any] = field(default_factory=dict)
     shard: Shard | None = None
     draft: Tensor | None = None
+
+    def _repr_html_(self) -> str | None:
+        return _html(self)
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -278,8 +293,8 @@ class Snapshot:
             at += r.count
         return np.concatenate(pieces)
 
-    def _positions_at(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the positions of these rows, which are far apart where one row stands for many positions."""
+    def positions_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the positions of rows by number, int64; they are apart where one row stands for many positions."""
         if not self.positions:
             return rows
         stops = np.cumsum([run.count for run in self.positions], dtype=np.int64)
@@ -307,7 +322,7 @@ class Snapshot:
         if keys is None or values is None or not keys[0].spec.shape[-1]:
             return None
         rows = np.arange(keys[0].start, keys[0].start + keys[0].n_rows, dtype=np.int64) * keys[0].spec.tokens_per_row
-        positions = self._positions_at(rows)
+        positions = self.positions_of(rows)
         return Head(_head_rows(*keys), _head_rows(*values), positions)
 
     def _quantised_head(self, entry: Layer, head: int) -> Head | None:

@@ -247,7 +247,8 @@ class Scoring(Engine, Protocol):
         share a pass depends on the model and on the length only; where passes of several ids differ from those of one
         beyond the last bits, each id has its own. A block that was yielded is part of the sequence; one that fails
         leaves the sequence behind the last block. Ids outside the vocabulary (`InputError`), and more than the context
-        holds (`ContextError`), are refused before anything is evaluated.
+        holds (`ContextError`), are refused before anything is evaluated; after another change of the sequence the next
+        block is refused (`ConflictError`).
         """
 
 

@@ -20,14 +20,20 @@ import click
 import kvsnap
 from kvsnap.cli import (
     _attention,
+    _cat,
     _convert,
     _copies,
+    _diff,
     _edit,
     _files,
     _find,
     _growth,
+    _head,
+    _info,
     _keys,
     _library,
+    _ls,
+    _quality,
     _run,
     _serve,
     _sessions,
@@ -68,12 +74,30 @@ def root() -> None:
     """
 
 
-_COMMANDS = (
-    *_run.COMMANDS, *chat.COMMANDS, *_serve.COMMANDS, *_sweep.COMMANDS, *_attention.COMMANDS, *_files.COMMANDS,
-    *_growth.COMMANDS, *_sessions.COMMANDS, *_copies.COMMANDS, *_library.COMMANDS, *_find.COMMANDS, *_convert.COMMANDS,
-    *_shards.COMMANDS, *_edit.COMMANDS, *_keys.COMMANDS, demo,
-)  # fmt: skip
-for _command in _COMMANDS:
+_PARTS = (
+    _run,
+    chat,
+    _serve,
+    _sweep,
+    _attention,
+    _quality,
+    _info,
+    _cat,
+    _head,
+    _files,
+    _diff,
+    _sessions,
+    _copies,
+    _ls,
+    _library,
+    _growth,
+    _find,
+    _convert,
+    _shards,
+    _edit,
+    _keys,
+)
+for _command in (*(command for part in _PARTS for command in part.COMMANDS), demo):
     root.add_command(_command)
 
 

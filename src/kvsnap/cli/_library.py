@@ -1,4 +1,4 @@
-"""Commands on a library of sessions, none of which needs a model: ls, rm, rename, pin, prune, collect, doctor."""
+"""Commands on a library of sessions, none of which needs a model: rm, rename, pin, prune, collect, doctor."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from kvsnap.cli._output import (
     json_option,
     progress,
     remark,
-    show_table,
     size,
-    table,
 )
 from kvsnap.errors import InputError, MissingError
-from kvsnap.library import Branch, Entry, Evicted, Library
+from kvsnap.library import Branch, Evicted, Library
 from kvsnap.library.names import check_name
 
 __all__ = ["COMMANDS", "show_tree"]
@@ -54,48 +52,6 @@ def _when(time_ns: int) -> str:
 
 
 # -- looking -----------------------------------------------------------------------------------------------------------
-
-
-@click.command()
-@library_option
-@json_option
-@examples(
-    "kvsnap ls",
-    "kvsnap ls --library ./sessions --json | jq '.sessions[].name'",
-)
-def ls(as_json: bool) -> None:
-    """List the sessions of the library, by name.
-
-    A fork shares the history that it starts with: `size` is that of its own file, `in all` with all that it needs.
-    """
-    with open_existing() as library:
-        entries, limit, total, over = library.list(), library.max_bytes, library.nbytes, library.overrun
-    if as_json:
-        emit({"path": library.path, "max_bytes": limit, "nbytes": total, "overrun": over,
-              "sessions": [entry.to_dict() for entry in entries]})  # fmt: skip
-        return
-    made = table("name", "tokens", "commits", "size", "in all", "used", "made with", "",
-                 right=("tokens", "commits", "size", "in all"))  # fmt: skip
-    for e in entries:
-        made.add_row(*_row(e))
-    show_table(made)
-    told = "no limit" if limit is None else f"limit {size(limit)}" + (f", {size(over)} over" if over else "")
-    remark(f"{count(len(entries), 'session')}, {size(total)}, {told}")
-
-
-def _row(e: Entry) -> Iterable[str]:
-    from rich.markup import escape
-
-    notes = [] if e.state == "ok" else [f"[bold]{e.state}[/bold]"]
-    notes += ["pinned"] if e.pinned else []
-    notes += [f"fork of {', '.join(e.parent_names) or 'a removed session'}"] if e.parent else []
-    notes += [] if e.complete else ["last turn cut off"]
-    known = e.state == "ok"
-    return (
-        escape(e.name), f"{e.n_tokens:,}" if known else "", f"{e.n_commits:,}" if known else "",
-        size(e.own_bytes) if e.own_bytes else "", size(e.nbytes) if e.nbytes else "", _when(e.last_use_ns),
-        escape(e.identity), escape(", ".join(notes)) if known else ", ".join([notes[0], *map(escape, notes[1:])]),
-    )  # fmt: skip
 
 
 def show_tree(name: str | None, *, as_json: bool) -> None:
@@ -326,4 +282,4 @@ def collect(dry_run: bool, as_json: bool) -> None:
     print(f"{count(len(report.removed), 'file')}, {size(report.nbytes)}")
 
 
-COMMANDS = (ls, rm, rename, pin, unpin, prune, collect, doctor)
+COMMANDS = (rm, rename, pin, unpin, prune, collect, doctor)

@@ -229,6 +229,38 @@ def error_text(error: KvsnapError) -> str:
     return f"{where}the snapshot is not for this model{chosen}: {text}{more}. {what}{hint}"
 
 
+def open_tokenizer(model: str) -> Any:
+    """Load the tokenizer of a model, not its weights."""
+    _set_quiet()
+    from kvsnap.engines.gguf import conversions
+    from kvsnap.engines.models import load_tokenizer
+
+    with waiting(f"loading the tokenizer of {model}") as stop, progress(f"loading {model}") as report:
+        return load_tokenizer(model, progress=_conversion(model, conversions(), stop, report))
+
+
+def _set_quiet() -> None:
+    """Ask transformers for silence; to be done before it is imported, since it reads these once."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _conversion(
+    model: str, where: object, stop: Callable[[], None], report: Callable[..., None]
+) -> Callable[[int, int, str], None]:
+    """Return what is told of a conversion: that it happens, and how far it is."""
+
+    def told(done: int, total: int, text: str) -> None:
+        if not done:
+            stop()  # a conversion: the bar takes over
+            what = "the embedded SmolLM2 once, about half a minute" if model == EMBEDDED else f"{model} once"
+            remark(f"converting {what}; kept in {where}")
+        report(done, total, text)
+
+    return told
+
+
 def open_engine(
     model: str, dtype: str | None, attention: str | None, identity: Identity | None = None, *, adapted: bool = True
 ) -> Engine:
@@ -236,10 +268,7 @@ def open_engine(
 
     What is not asked for is taken from the identity of a file, where it says so; an adapter never is.
     """
-    # Before transformers is imported: it reads these once.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _set_quiet()
     from kvsnap.engines.gguf import conversions
     from kvsnap.engines.models import load_model
 
@@ -248,14 +277,7 @@ def open_engine(
         dtype = dtype or (identity.cache_dtype if identity.cache_dtype in _DTYPES else None)
         attention = attention or (saved if saved in _ATTENTION else None)
     with waiting(f"loading {model}") as stop, progress(f"loading {model}") as report:
-
-        def told(done: int, total: int, text: str) -> None:
-            if not done:
-                stop()  # a conversion: the bar takes over
-                what = "the embedded SmolLM2 once, about half a minute" if model == EMBEDDED else f"{model} once"
-                remark(f"converting {what}; kept in {conversions()}")
-            report(done, total, text)
-
+        told = _conversion(model, conversions(), stop, report)
         context = click.get_current_context(silent=True)
         adapter = context.meta.get(_ADAPTER) if adapted and context is not None else None
         loaded = load_model(model, dtype=dtype, attention=attention, adapter=adapter, progress=told)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import closing
 
-from kvsnap import inspect
+from kvsnap import formats
 from kvsnap.errors import InputError, KvsnapError, MissingError, StorageError
-from kvsnap.formats.native import is_encrypted
+from kvsnap.formats.native import NAME, NativeFile, is_encrypted
 
 __all__ = ["check_apart", "check_new", "check_session", "check_target", "is_sealed"]
 
@@ -22,7 +23,7 @@ def check_target(path: str, *, overwrite: bool = True, option: str = "--save") -
     if not os.path.lexists(path):
         return
     try:
-        sealed = inspect(path).sealed
+        sealed = is_sealed(path)
     except KvsnapError:
         sealed = True  # something else has this name
     if not sealed:
@@ -69,8 +70,14 @@ def check_session(path: str) -> None:
 
 
 def is_sealed(path: str) -> bool:
-    """Tell whether a file takes no further turn; an encrypted one does not. Raise as `inspect` does."""
-    return is_encrypted(path) or inspect(path).sealed
+    """Tell whether a file takes no further turn; an encrypted one, and one of another format, does not.
+
+    Reads the end of the file alone. Raise as `inspect` does.
+    """
+    if is_encrypted(path) or formats.format_of(path).name != NAME:
+        return True
+    with closing(NativeFile.open(path, mapped=False)) as file:
+        return file.sealed
 
 
 def check_apart(save: str | None, session: str | None) -> None:

@@ -78,38 +78,41 @@ _overwrite = click.option("--overwrite", is_flag=True, help="Let --save replace 
 
 
 def prompt_of(
-    prompt: str | None, prompt_file: str | None, ids: str | None, *, chat: bool, needed: bool
+    prompt: str | None, prompt_file: str | None, ids: str | None, *, chat: bool, needed: bool, what: str = "prompt"
 ) -> str | tuple[int, ...]:
-    """Return the text or the ids of the prompt; an empty text where there is none and none is needed."""
+    """Return the text or the ids of the prompt; an empty text where there is none and none is needed.
+
+    `what` is what it is called, in options and messages.
+    """
     given = sum(p is not None for p in (prompt, prompt_file, ids))
     if given > 1:
-        raise click.UsageError("give one prompt: a text, --prompt-file or --prompt-ids, not both")
+        raise click.UsageError(f"give one {what}: a text, --{what}-file or --{what}-ids, not both")
     if ids is None:
-        return _text_of(prompt, prompt_file, needed=needed or given > 0)
+        return _text_of(prompt, prompt_file, what, needed=needed or given > 0)
     if chat:
-        raise click.UsageError("--chat makes a message of a text; --prompt-ids are taken as they are")
+        raise click.UsageError(f"--chat makes a message of a text; --{what}-ids are taken as they are")
     words = re.split(r"[,\s]+", ids.strip(" ,[]\n"))
     if not all(re.fullmatch(r"[0-9]+", word) for word in words):
-        raise InputError("--prompt-ids are token ids", expected='numbers, as "1 2 3"', found=repr(ids[:60]))
+        raise InputError(f"--{what}-ids are token ids", expected='numbers, as "1 2 3"', found=repr(ids[:60]))
     return tuple(int(word) for word in words)
 
 
-def _text_of(prompt: str | None, prompt_file: str | None, *, needed: bool) -> str:
+def _text_of(prompt: str | None, prompt_file: str | None, what: str, *, needed: bool) -> str:
     if needed and prompt is None and prompt_file is None:
-        raise click.UsageError("give a prompt: a text, --prompt-file or --prompt-ids")
+        raise click.UsageError(f"give a {what}: a text, --{what}-file or --{what}-ids")
     text = prompt or ""
     if prompt_file is not None:
         try:
             with click.open_file(prompt_file, encoding="utf-8") as file:
                 text = file.read()
         except FileNotFoundError:
-            raise MissingError("no such prompt file", path=prompt_file) from None
+            raise MissingError(f"no such {what} file", path=prompt_file) from None
         except UnicodeDecodeError as error:
-            raise FormatError(f"the prompt file is not UTF-8 text: {error.reason}", path=prompt_file) from error
+            raise FormatError(f"the {what} file is not UTF-8 text: {error.reason}", path=prompt_file) from error
         except OSError as error:
             raise StorageError(f"cannot be read: {error.strerror}", errno=error.errno, path=prompt_file) from error
     if needed and not text:
-        raise InputError("the prompt is empty")
+        raise InputError(f"the {what} is empty")
     return text
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvsnap.engines._tf_live import live_of
 from kvsnap.engines._tf_state import Line, check_ids
 from kvsnap.engines._tf_verify import Verifying
-from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.errors import ConflictError, InputError, UnsupportedError
 
 __all__ = ["Scoring"]
 
@@ -42,13 +42,16 @@ class Scoring(Verifying):
         if not checked:
             raise InputError("nothing to score: no ids were given")
         self._check_room(line, len(checked))
-        return self._scored(checked)
+        return self._scored(checked, self._live.lines)
 
-    def _scored(self, ids: tuple[int, ...]) -> Iterator[npt.NDArray[np.float32]]:
-        if self._line().n_pending:
+    def _scored(self, ids: tuple[int, ...], lines: tuple[Line, ...]) -> Iterator[npt.NDArray[np.float32]]:
+        self._check_same(lines)
+        if lines[0].n_pending:
             self.settle()
+            lines = self._live.lines
         step = self._at_once()
         for first in range(0, len(ids), step):
+            self._check_same(lines)
             part = ids[first : first + step]
             with self._change() as (live, line):
                 full = line.extended(part, "prompt")
@@ -58,7 +61,12 @@ class Scoring(Verifying):
                 self.forwards += 1
                 self.evaluated += len(part)
                 self._publish(full.evaluated(rows[-1].copy(), places), live.sampler)
+            lines = self._live.lines
             yield rows.astype(np.float32)
+
+    def _check_same(self, lines: tuple[Line, ...]) -> None:
+        if self._live.lines is not lines:
+            raise ConflictError("the sequence was changed while a text was scored: score the rest of it anew")
 
     def _at_once(self) -> int:
         """Return how many ids share a pass: one where a pass of several is not what steps make."""

@@ -127,8 +127,7 @@ def others_of(a: Snapshot, b: Snapshot, n_rows: int, layers: Sequence[int] | Non
         if bool(a.tokens) != bool(b.tokens)
         else None,
         _values("runs", [asdict(r) for r in a.runs] or None, [asdict(r) for r in b.runs] or None),
-        _values("sampler", *(None if s.sampler is None else asdict(s.sampler.settings) for s in (a, b))),
-        _values("random state", *(None if s.sampler is None else asdict(s.sampler.random) for s in (a, b))),
+        *_samplers(a, b),
         _values("text", a.text, b.text),
         _values("messages", *(None if s.messages is None else list(s.messages) for s in (a, b))),
         *_metadata(a, b),
@@ -139,6 +138,16 @@ def others_of(a: Snapshot, b: Snapshot, n_rows: int, layers: Sequence[int] | Non
         *_tensors(a, b, n_rows, layers),
     ]
     return [one for one in made if one is not None]
+
+
+def _samplers(a: Snapshot, b: Snapshot) -> Iterator[OtherDifference | None]:
+    """Compare settings, and random numbers where either side draws any: under greedy ones they decide nothing."""
+    settings = [None if s.sampler is None else asdict(s.sampler.settings) for s in (a, b)]
+    if all(s.sampler is None or s.sampler.settings.greedy for s in (a, b)):
+        yield _values("sampler", *(told and {k: v for k, v in told.items() if k != "seed"} for told in settings))
+        return
+    yield _values("sampler", *settings)
+    yield _values("random state", *(None if s.sampler is None else asdict(s.sampler.random) for s in (a, b)))
 
 
 def _counts(s: Snapshot) -> dict[str, int]:

@@ -72,11 +72,11 @@ def diff(
     known = besides.same_model(fields)
     pairs, out, other_shape = plan(left, right, aligned, layers, all_rows=all_rows)
     wanted = similar if similar is not None else known is False or other_shape
-    work = _Work(left, right, pairs, out, wanted=wanted, progress=progress)
+    longest = max(left.n_rows, right.n_rows)
+    work = _Work(left, right, pairs, out, longest if all_rows else aligned.n_rows, wanted=wanted, progress=progress)
     for pair in pairs:
         work.compare(pair)
     heads, by_layer, places, alike = work.answers()
-    longest = max(left.n_rows, right.n_rows)
     if aligned.n_rows < longest and not all_rows:
         what = f"rows {aligned.n_rows:,} to {longest - 1:,}"
         one = aligned.n_rows in (left.n_rows, right.n_rows)
@@ -86,12 +86,12 @@ def diff(
         aligned, by_layer, heads, other := tuple(besides.others_of(left, right, aligned.n_rows, layers)), fields,
         out.all(), other_shape=other_shape, all_rows=all_rows,
     )  # fmt: skip
-    growth, lengths = growth_of(left, right, layers)
+    growth, lengths, rules = growth_of(left, right, layers)
     return Diff(
         a=side_a, b=side_b, verdict=verdict, says=says, same_model=False if other_shape else known, all_rows=all_rows,
         tokens=aligned, identity=fields, layers=by_layer, heads=heads, positions=places, similarity=alike,
-        growth=growth, lengths=lengths, logits=besides.logits_of(left, right) if same_input else None, others=other,
-        not_compared=out.all(),
+        growth=growth, lengths=lengths, rules=rules, others=other, not_compared=out.all(),
+        logits=besides.logits_of(left, right) if same_input else None,
     )  # fmt: skip
 
 
@@ -178,8 +178,9 @@ class _Work:
     """One comparison while it is made."""
 
     def __init__(
-        self, a: Snapshot, b: Snapshot, pairs: Sequence[Pair], out: LeftOut, *, wanted: bool, progress: Progress | None
-    ) -> None:
+        self, a: Snapshot, b: Snapshot, pairs: Sequence[Pair], out: LeftOut, n_rows: int, *, wanted: bool,
+        progress: Progress | None,
+    ) -> None:  # fmt: skip
         self._kinds = [{layer.index: layer.kind for layer in side.layers} for side in (a, b)]
         self._progress, self._done = progress, 0
         self._total = max(1, sum(rows.nbytes for pair in pairs for rows in (*pair.a, *pair.b)))
@@ -194,8 +195,7 @@ class _Work:
             for key, found in groups.items()
             if (own := [p for p in found if p.grows and p.pieces])
         }
-        self._samples = {key: rows for key, found in groups.items() if (rows := _sample(key, found, out)) is not None
-                         } if wanted else {}  # fmt: skip
+        self._samples = _samples(pairs, n_rows, out) if wanted else {}
         self._grams: dict[tuple[str, int], tuple[dict[int, Floats], dict[int, Floats]]] = {
             key: ({}, {}) for key in self._samples
         }
@@ -227,8 +227,7 @@ class _Work:
                 self._places[key].add(pair.layer, rows)
         elif pair.start < pair.stop:
             self._layers.append(self._sizes(pair, known))
-        if key in self._samples:
-            self._add_grams(pair, self._samples[key], self._grams[key])
+        self._add_grams(pair)
         self._pass([*pair.a, *pair.b])
 
     def _read(self, name: str, rows: HeadRows) -> npt.NDArray[Any]:
@@ -261,14 +260,15 @@ class _Work:
             within_bound=None, **known,
         )  # fmt: skip
 
-    def _add_grams(
-        self, pair: Pair, sample: npt.NDArray[np.int64], grams: tuple[dict[int, Floats], dict[int, Floats]]
-    ) -> None:
-        for name, side, made in (("a", pair.a, grams[0]), ("b", pair.b, grams[1])):
+    def _add_grams(self, pair: Pair) -> None:
+        for place, side in enumerate((pair.a, pair.b)):
             for held in side:
-                values = self._read(name, held)[:, sample - held.first_row]
-                products = similarity.gram(np.asarray(values, np.float32))
-                made[pair.layer] = made[pair.layer] + products if pair.layer in made else products
+                key = held.role, held.tokens_per_row
+                if key in self._samples and held.grows:
+                    values = self._read("ab"[place], held)[:, self._samples[key] - held.first_row]
+                    products = similarity.gram(np.asarray(values, np.float32))
+                    made = self._grams[key][place]
+                    made[pair.layer] = made[pair.layer] + products if pair.layer in made else products
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
@@ -298,19 +298,30 @@ def _with_cka(layer: LayerDifference, alike: Sequence[Similarity]) -> LayerDiffe
     return layer
 
 
-def _sample(key: tuple[str, int], pairs: Sequence[Pair], out: LeftOut) -> npt.NDArray[np.int64] | None:
-    """Return rows that all layers of a role hold on both sides, spread evenly; None where there are too few."""
-    shared = [p for p in pairs if p.grows and p.start < p.stop]
-    if not shared:
-        return None
-    held = [r for p in pairs if p.grows for r in (*p.a, *p.b)]
-    start = max(p.start for p in shared), max(r.first_row for r in held)
-    stop = min(p.stop for p in shared), min(r.first_row + r.n_rows for r in held)
-    n = min(stop) - max(start)
-    if n < similarity.LEAST_ROWS:
-        out.say(f"similarity of {key[0]}", f"fewer than {similarity.LEAST_ROWS} rows are held by all layers")
-        return None
-    return np.unique(np.linspace(max(start), min(stop) - 1, min(n, _SAMPLE)).round().astype(np.int64))
+def _samples(pairs: Sequence[Pair], n_rows: int, out: LeftOut) -> dict[tuple[str, int], npt.NDArray[np.int64]]:
+    """Return by role and tokens per row the rows that similarity is computed from, spread evenly.
+
+    They are of the first `n_rows` of the sequence, and held by all layers of that role on both sides.
+    """
+    found: dict[tuple[str, int], tuple[list[HeadRows], list[HeadRows]]] = {}
+    for pair in pairs:
+        for place, side in enumerate((pair.a, pair.b)):
+            for held in side:
+                if held.grows:
+                    found.setdefault((held.role, held.tokens_per_row), ([], []))[place].append(held)
+    made = {}
+    for (role, per_row), (left, right) in found.items():
+        if not left or not right:
+            continue
+        start = max(held.first_row for held in (*left, *right))
+        stop = min(n_rows // per_row, *(held.first_row + held.n_rows for held in (*left, *right)))
+        n = stop - start
+        if n < similarity.LEAST_ROWS:
+            why = f"fewer than {similarity.LEAST_ROWS} rows of the same input are held by all layers"
+            out.say(f"similarity of {role}", why)
+        else:
+            made[role, per_row] = np.unique(np.linspace(start, stop - 1, min(n, _SAMPLE)).round().astype(np.int64))
+    return made
 
 
 def _both(a: str, b: str) -> str:

@@ -123,7 +123,8 @@ class Fork:
     """Where the history of a fork starts: the file id of its parent, the commit of it, and what is kept of it.
 
     `path` is where the parent is looked for, `found` whether it is there and is the one that is meant; `reason` says
-    why not. `depth` counts the files that the history goes through, without this one. `own_tokens` stand in this file.
+    why not. `depth` counts the files that the history goes through, without this one, and `above_bytes` their bytes, 0
+    where one is gone. `own_tokens` stand in this file.
     """
 
     parent: str
@@ -135,6 +136,7 @@ class Fork:
     n_rows: int
     own_tokens: int
     depth: int
+    above_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +266,10 @@ class Summary(Result):
         return Table("by role", columns, tuple((*key, *sums) for key, sums in rows))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data; the identity is given by counts and digests, without its list of weights."""
+        """Return JSON-ready data; the identity is given by counts and digests, without its list of weights.
+
+        `error` is left out where there is none.
+        """
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         identity = self.identity.to_dict()
         identity["weights"] = len(self.identity.weights)
@@ -275,7 +280,7 @@ class Summary(Result):
             sampler=None if self.sampler is None else asdict(self.sampler),
             shard=None if self.shard is None else {"index": self.shard.index, "count": self.shard.count},
         )
-        return {name: plain(value) for name, value in data.items()}
+        return {name: plain(value) for name, value in data.items() if name != "error" or value is not None}
 
 
 _IDENTITY = (

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvsnap.errors import InputError
+from kvsnap.inspection.growth import LayerGrowth
 from kvsnap.results import Result, Table, plain, table_of
 
 __all__ = [
@@ -319,6 +321,7 @@ class Diff(Result):
     similarity: tuple[Similarity, ...]
     growth: tuple[GrowthDifference, ...]
     lengths: tuple[LengthDifference, ...]
+    rules: tuple[tuple[LayerGrowth, ...], tuple[LayerGrowth, ...]]
     logits: LogitsDifference | None
     others: tuple[OtherDifference, ...]
     not_compared: tuple[NotCompared, ...]
@@ -351,6 +354,13 @@ class Diff(Result):
             made[layers.index(head.layer), head.head] = np.nan if value is None else value
         return layers, made
 
+    def bytes_at(self, n_tokens: int) -> tuple[int, int]:
+        """Return the bytes that each cache takes at a length, decoded. Raise `InputError` for one below 0."""
+        if n_tokens < 0:
+            raise InputError("this is no length in tokens", expected="0 or more", found=n_tokens)
+        left, right = (sum(layer.nbytes(n_tokens) for layer in layers) for layers in self.rules)
+        return left, right
+
     def tables(self) -> tuple[Table, ...]:
         """Return layers, heads, growth, what is beside, identity, and what was left out; the last ones as needed."""
         made = [_table(title, items, kind) for title, items, kind in (
@@ -368,7 +378,7 @@ class Diff(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready data: every field by its name, and `identical`."""
-        data: dict[str, Any] = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
+        data: dict[str, Any] = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name != "rules"}
         return {"identical": self.identical, **data}
 
     def __str__(self) -> str:

@@ -97,7 +97,7 @@ def closed_summary(path: str | os.PathLike[str], error: KeyNeededError) -> Summa
         num_query_heads=0, head_dim=0, dtype="", n_tokens=0, n_prompt=0, n_generated=0, n_pending=0, n_rows=0,
         token_offset=0, n_spans=0, has_logits=False, has_text=False, n_messages=None, sampler=None,
         file_bytes=clear.nbytes, tensor_bytes=0, stored={}, exact=False, bound=0.0, layers=(), identity=Identity(),
-        encryption=clear.cipher, key_label=clear.label, modified_ns=found.st_mtime_ns, error=error.to_dict(),
+        encryption=clear.cipher, key_label=clear.label, modified_ns=found.st_mtime_ns, error=_error(error),
     )  # fmt: skip
 
 
@@ -141,7 +141,11 @@ def _facts(name: str, value: Any) -> dict[str, Any]:
 
 
 def _told_of(made: Summary, error: KvsnapError) -> Summary:
-    return replace(made, error=error.to_dict(), damage=(*made.damage, str(error)))
+    return replace(made, error=_error(error), damage=(*made.damage, str(error)))
+
+
+def _error(error: KvsnapError) -> dict[str, Any]:
+    return {**error.to_dict(), "exit_code": error.exit_code}
 
 
 def _damage(file: NativeFile) -> tuple[str, ...]:
@@ -163,15 +167,19 @@ def _fork(file: NativeFile) -> Fork | None:
     base = file.base
     if base is None:
         return None
-    reason = ""
+    reason, above = "", 0
     try:
-        _ = file.parent
+        where = file.parent
+        while where is not None:
+            above += where.reader.size
+            where = where.parent
     except KvsnapError as error:
-        reason = error.message
+        reason, above = error.message, 0
     place = "" if file.path is None else parent_path(file.path, base)
     return Fork(
         parent=base.parent.hex(), path=place, found=not reason, reason=reason, commit=base.commit,
         n_tokens=base.n_tokens, n_rows=base.n_rows, own_tokens=file.commit.n_tokens - base.n_tokens, depth=base.depth,
+        above_bytes=above,
     )  # fmt: skip
 
 

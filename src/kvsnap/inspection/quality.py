@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,15 @@ from kvsnap.identity import compare
 from kvsnap.inspection.checking import non_finite
 from kvsnap.inspection.divergence import Divergence, Prediction, apart, joined, predicted
 from kvsnap.inspection.effects import Named, Quality, effect_of, mean_of, perplexity_of
+from kvsnap.inspection.summary import summarise
 from kvsnap.layout import RandomState, Sampler, SamplerState, Snapshot
 from kvsnap.protocols import Engine, Progress, Scoring
 from kvsnap.runs import common_length
 
-__all__ = ["MOST_BYTES", "quality"]
+__all__ = ["MOST_BYTES", "quality", "stored_bytes"]
 
-Source = Snapshot | str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
+Source = Snapshot | StrPath
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
@@ -98,7 +100,7 @@ def quality(
         elif continuation is not None:
             source, text = "given", (*known, *_ids_of(able, continuation))
         else:
-            source, text = "own", (*known, *judge.own(whole, n_tokens + 1 - len(known)))
+            source, text = "own", (*known, *judge.own(whole, n_tokens + 1 - len(known), len(caches)))
             notes.append("the text is the model's own, of which it is surer than of any other: give one to judge by")
         if last is None and len(text) > n_tokens + 1:
             notes.append(f"of the text {n_tokens:,} of {len(text) - 1:,} places are compared")
@@ -123,7 +125,12 @@ def _opened(source: Source) -> tuple[Snapshot, Named]:
         raise InputError("a cache is a snapshot or the path of a file", found=type(source).__name__)
     path = os.fspath(source)
     found = formats.format_of(path).load(path)
-    return found, Named(name=path, stored_bytes=os.stat(path).st_size, bound=found.bound)
+    return found, Named(name=path, stored_bytes=stored_bytes(path), bound=found.bound)
+
+
+def stored_bytes(path: StrPath, *, key: bytes | None = None) -> int | None:
+    """Return the length of a file that holds one cache and nothing else, None for a session."""
+    return os.stat(path).st_size if summarise(path, key=key).sealed else None
 
 
 def _encoded(snapshot: Snapshot, codec: str) -> tuple[Snapshot, Named]:
@@ -167,12 +174,11 @@ def _checked(caches: Sequence[Snapshot], engine: Scoring, accept: Sequence[str])
     """Raise `CompatibilityError` for a cache of another model; return what was accepted, a sentence each."""
     found, told = engine.identity(), []
     for cache in caches:
-        report = compare(
-            cache.identity, found, accept=accept, needed=cache.token_offset, limit=engine.context_limit,
-            shard=str(cache.shard or ""),
-        )  # fmt: skip
-        report.raise_if_refused()
-        told += [f"accepted: {f}" for f in report.fields if f.level == "fatal" and f.verdict == "differ"]
+        facts: dict[str, Any] = {
+            "needed": cache.token_offset, "limit": engine.context_limit, "shard": str(cache.shard or "")
+        }  # fmt: skip
+        compare(cache.identity, found, accept=accept, **facts).raise_if_refused()
+        told += [f"accepted: {f}" for f in compare(cache.identity, found, **facts).refusals]
     return list(dict.fromkeys(told))
 
 
@@ -208,7 +214,7 @@ class _Judge:
         self._logits: Logits = np.empty((0, 0), dtype=np.float32)
         self._n = self._done = self._total = 0
 
-    def own(self, cache: Snapshot, count: int) -> tuple[int, ...]:
+    def own(self, cache: Snapshot, count: int, n_caches: int) -> tuple[int, ...]:
         """Return up to `count` ids that the model generates from a cache, always its most probable one."""
         engine, ids = self._engine, list[int]()
         limit, taken = engine.context_limit, cache.token_offset + cache.n_pending
@@ -224,6 +230,7 @@ class _Judge:
                     "nothing can be generated from the reference: give a text to judge by", found=error
                 ) from error
             ids.append(token.id)
+            self._advance(1, count * (1 + n_caches))
             if token.end:
                 break
         return tuple(ids)
@@ -266,7 +273,7 @@ class _Judge:
             raise InputError("the text has an id outside the vocabulary", expected=f"0 to {vocab - 1}", found=wrong)
         self._ids = np.array(text[:-1], dtype=np.int64)
         self._targets = np.array(text[1:], dtype=np.int64)
-        self._n, self._total = n, n * n_caches
+        self._n, self._total = n, self._done + n * n_caches
 
     def _predictions(self, cache: Snapshot) -> Prediction:
         """Evaluate the text behind the reference, whose logits are kept."""
@@ -297,9 +304,12 @@ class _Judge:
         for block in engine.score(self._ids.tolist()):
             yield first, block
             first += len(block)
-            self._done += len(block)
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+            self._advance(len(block), self._total)
+
+    def _advance(self, count: int, total: int) -> None:
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, total)
 
 
 def _placed(cache: Snapshot, engine: Engine) -> Snapshot:

@@ -22,10 +22,10 @@ from kvsnap.inspection.differences import (
     Side,
     Verdict,
 )
-from kvsnap.inspection.growth import kind_of
+from kvsnap.inspection.growth import LENGTHS, LayerGrowth, TensorGrowth, kind_of, what_of
 from kvsnap.inspection.summary import refuse_key, summarise
 from kvsnap.layout import Snapshot
-from kvsnap.tensors import Layer, Tensor
+from kvsnap.tensors import Layer
 
 __all__ = ["growth_of", "opened", "verdict_of"]
 
@@ -61,22 +61,18 @@ def _side(
         dtype="" if first is None else first.spec.dtype, n_tokens=len(s.tokens), n_rows=s.n_rows,
         row_start=s.row_start, num_layers=s.num_layers, num_heads=s.num_heads, head_dim=s.head_dim,
         layers=dict(Counter(layer.kind for layer in s.layers)), nbytes=s.nbytes,
-        bytes_per_token=sum(_per_token(t, s.n_rows) for t in s.tensors()), file_bytes=file_bytes,
+        bytes_per_token=sum(layer.per_token(s.n_rows) for layer in _rules(s, None)), file_bytes=file_bytes,
         encodings=encodings or {}, bound=s.bound,
     )  # fmt: skip
 
 
-def _per_token(tensor: Tensor, n_rows: int) -> float:
-    """Return the bytes that one more token adds."""
-    if not tensor.spec.grows or 0 < tensor.spec.window <= n_rows + 1:
-        return 0.0
-    return tensor.spec.nbytes(1) / tensor.spec.tokens_per_row
+Rules = tuple[LayerGrowth, ...]
 
 
 def growth_of(
     a: Snapshot, b: Snapshot, layers: Sequence[int] | None
-) -> tuple[tuple[GrowthDifference, ...], tuple[LengthDifference, ...]]:
-    """Return what the tensors of each kind take on both sides."""
+) -> tuple[tuple[GrowthDifference, ...], tuple[LengthDifference, ...], tuple[Rules, Rules]]:
+    """Return what the tensors of each kind take on both sides, now and at other lengths, and the rules of that."""
     sides = [_kinds(s, layers) for s in (a, b)]
     made = []
     for kind in {**sides[0], **sides[1]}:
@@ -85,21 +81,40 @@ def growth_of(
             kind=kind, layers_a=len(left[0]), layers_b=len(right[0]), per_token_a=left[1], per_token_b=right[1],
             nbytes_a=left[2], nbytes_b=right[2],
         ))  # fmt: skip
-    return tuple(made), ()
+    rules = _rules(a, layers), _rules(b, layers)
+    lengths = sorted({*LENGTHS, a.n_rows, b.n_rows} - {0})
+    sizes = [[sum(layer.nbytes(n) for layer in side) for side in rules] for n in lengths]
+    told = (LengthDifference(n_tokens=n, nbytes_a=x, nbytes_b=y) for n, (x, y) in zip(lengths, sizes, strict=True))
+    return tuple(made), tuple(told), rules
+
+
+def _rules(s: Snapshot, layers: Sequence[int] | None) -> Rules:
+    return tuple(
+        LayerGrowth(
+            index=layer.index, kind=layer.kind, what=what_of(tensors := _tensors(layer), layer.shares), tensors=tensors,
+            shares=layer.shares,
+        )
+        for layer in s.layers
+        if layers is None or layer.index in layers
+    )  # fmt: skip
+
+
+def _tensors(layer: Layer) -> tuple[TensorGrowth, ...]:
+    return tuple(TensorGrowth(kind=kind_of(t.spec), spec=t.spec, fixed_rows=t.n_rows) for t in layer.tensors)
 
 
 def _kinds(s: Snapshot, layers: Sequence[int] | None) -> dict[str, tuple[frozenset[int], float, int]]:
+    """Return by kind of tensor the layers that have it, the bytes that one more token adds, and those held."""
     found: dict[str, tuple[frozenset[int], float, int]] = {}
-    for layer in s.layers:
-        if layers is None or layer.index in layers:
-            _add_layer(found, layer, s.n_rows)
+    for layer, rule in zip(s.layers, _rules(s, None), strict=True):
+        if layers is not None and layer.index not in layers:
+            continue
+        for tensor, grown in zip(layer.tensors, rule.tensors, strict=True):
+            where, per_token, nbytes = found.get(grown.kind, (frozenset(), 0.0, 0))
+            found[grown.kind] = (
+                where | {layer.index}, per_token + grown.per_token(s.n_rows), nbytes + tensor.nbytes
+            )  # fmt: skip
     return found
-
-
-def _add_layer(found: dict[str, tuple[frozenset[int], float, int]], layer: Layer, n_rows: int) -> None:
-    for tensor in layer.tensors:
-        where, per_token, nbytes = found.get(kind := kind_of(tensor.spec), (frozenset(), 0.0, 0))
-        found[kind] = where | {layer.index}, per_token + _per_token(tensor, n_rows), nbytes + tensor.nbytes
 
 
 # -- what is said ----------------------------------------------------------------------------------------------------

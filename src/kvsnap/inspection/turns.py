@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
+from contextlib import closing
+from dataclasses import dataclass
 
 from kvsnap.formats.native import NativeFile
 from kvsnap.formats.native.tables import Commit, Operation
-from kvsnap.formats.native.told import stop_of
+from kvsnap.formats.native.told import piece_of, stop_of
 from kvsnap.formats.native.turns import walk
 from kvsnap.inspection.described import TurnCounts
 from kvsnap.layout import CUT_OFF
 
-__all__ = ["turn_counts"]
+__all__ = ["TurnText", "turn_counts", "turn_texts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnText:
+    """What one live turn added: its number from 1 on, its first token and the one behind its last, ids, and text.
+
+    `text` is None where none is stored.
+    """
+
+    number: int
+    start: int
+    stop: int
+    tokens: tuple[int, ...]
+    text: str | None
+
+
+def turn_texts(path: str | os.PathLike[str], key: bytes | None = None) -> tuple[TurnText, ...]:
+    """Return what each live turn of a `.kvsnap` file added, oldest first; a snapshot is one turn. Reads no tensor.
+
+    Raise as `kvsnap.load`.
+    """
+    found: list[TurnText] = []
+    with closing(NativeFile.open(path, mapped=False, key=key)) as file:
+        start = 0
+        for number, span in enumerate(file.spans(), 1):
+            stop = start + span.entry.n_tokens
+            said = piece_of(span).text
+            ids = tuple(span.table.tokens[: span.entry.n_tokens].tolist())
+            text = None if said is None else said[1]
+            found.append(TurnText(number=number, start=start, stop=stop, tokens=ids, text=text))
+            start = stop
+    return tuple(found)
 
 
 def turn_counts(file: NativeFile) -> TurnCounts:

@@ -6,6 +6,7 @@ over. Every byte that is handed out was checked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,32 +113,33 @@ class HeadRows:
         return (start + np.arange(self.n_rows, dtype=np.int64)) * (self.tokens_per_row if self.grows else 1)
 
 
+def _measures(tensor: Tensor) -> tuple[int, int, int]:
+    """Return heads, rows of a head, and values of a row. Said, not left to numpy: of no values it cannot tell."""
+    spec, shape = tensor.spec, tensor.shape
+    if not shape:
+        return 1, 1, 1
+    if spec.row_axis >= 0:
+        heads = shape[spec.axes.index("head")] if "head" in spec.axes else 1
+        other = (n for place, n in enumerate(shape) if place != spec.row_axis and spec.axes[place] != "head")
+        return heads, tensor.n_rows, math.prod(other)
+    has_heads = spec.axes[0] == "head" and len(shape) > 1
+    return (shape[0], math.prod(shape[1:-1]), shape[-1]) if has_heads else (1, math.prod(shape[:-1]), shape[-1])
+
+
 def _as_heads(tensor: Tensor) -> npt.NDArray[Any]:
     spec, values = tensor.spec, tensor.values()
-    names = list(spec.axes)
     if spec.row_axis >= 0:
+        names = list(spec.axes)
         values = np.moveaxis(values, spec.row_axis, 0)
         names.insert(0, names.pop(spec.row_axis))
-        if "head" not in names:
-            return values.reshape(1, values.shape[0], -1)
-        values = np.moveaxis(values, names.index("head"), 0)
-        return values.reshape(*values.shape[:2], -1)
-    if not values.ndim:
-        return values.reshape(1, 1, 1)
-    heads = values.shape[0] if names[0] == "head" and values.ndim > 1 else 1
-    return values.reshape(heads, -1, values.shape[-1])
+        if "head" in names:
+            values = np.moveaxis(values, names.index("head"), 0)
+    return values.reshape(_measures(tensor))
 
 
 def _of_tensor(layer: Layer, tensor: Tensor, first_head: int) -> HeadRows:
-    spec, shape = tensor.spec, tensor.shape
-    n_values = int(np.prod(shape, dtype=np.int64))
-    if spec.row_axis >= 0:
-        heads = shape[spec.axes.index("head")] if "head" in spec.axes else 1
-        rows = tensor.n_rows
-    else:
-        heads = shape[0] if len(shape) > 1 and spec.axes[0] == "head" else 1
-        rows = n_values // max(1, heads * shape[-1]) if shape else 1
-    dim = n_values // (heads * rows) if heads * rows else 0
+    spec = tensor.spec
+    heads, rows, dim = _measures(tensor)
     return HeadRows(
         layer=layer.index, role=spec.role, first_head=first_head, n_heads=heads, n_rows=rows, dim=dim,
         first_row=tensor.start if spec.grows else 0, tokens_per_row=spec.tokens_per_row, grows=spec.grows,

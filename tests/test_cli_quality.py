@@ -1,0 +1,133 @@
+"""`kvsnap quality`: a table for people, JSON and CSV for programs, an exit code for scripts."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import kvsnap  # noqa: E402 - after the extras are known to be there
+from kvsnap.cli import run  # noqa: E402
+from kvsnap.engines.models import load_model  # noqa: E402
+from kvsnap.errors import CompatibilityError, InputError, MissingError  # noqa: E402
+from tiny_models import PROMPT, save_tiny  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+Call = Callable[..., tuple[int, str, str]]
+TEXT = "The text behind it is judged, place by place, and then it is over."
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("quality")
+    loaded = load_model(str(save_tiny(directory / "model")))
+    engine = kvsnap.connect(loaded.model, loaded.tokenizer)
+    list(kvsnap.generate(engine, PROMPT * 3, max_tokens=2))
+    snapshot = kvsnap.capture(engine)
+    snapshot.save(directory / "a.kvsnap")
+    snapshot.save(directory / "b.kvsnap", codec="q8")
+    (directory / "text.txt").write_text(TEXT, encoding="utf-8")
+    return directory
+
+
+@pytest.fixture
+def kv(capsys: pytest.CaptureFixture[str], place: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    monkeypatch.chdir(place)
+
+    def call(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = run(["quality", *map(str, args), "--model", str(place / "model")])
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+def test_a_line_for_each_encoding_beside_the_yardsticks(kv: Call) -> None:
+    code, out, err = kv("a.kvsnap", "b.kvsnap", "--codec", "exact", "--text-file", "text.txt")
+    assert code == 0
+    assert out.startswith("llama: 66 places of the text given, behind 85 tokens of a.kvsnap (")
+    rows = {line.split("  ")[0].strip(): line.split() for line in out.splitlines() if line.strip()}
+    assert rows["codec exact"][-1] == "identical"
+    assert rows["b.kvsnap"][-1] in ("near-lossless", "good", "noticeable")
+    assert "whole model in bfloat16" in out
+    assert "up to 0.001 indistinguishable, up to 0.003 near-lossless" in out
+    assert "note: 66 places are few" in err
+
+
+def test_json_says_what_python_says(kv: Call, place: Path) -> None:
+    code, out, _ = kv("a.kvsnap", "b.kvsnap", "--codec", "q8", "--text", TEXT, "--json")
+    data = json.loads(out)
+    loaded = load_model(str(place / "model"))
+    found = kvsnap.quality(place / "a.kvsnap", place / "b.kvsnap", kvsnap.connect(loaded.model, loaded.tokenizer),
+                           continuation=TEXT)  # fmt: skip
+    assert code == 0
+    assert (data["path"], data["n"], data["source"]) == ("a.kvsnap", found.n, "given")
+    assert data["others"][0]["kl_mean"] == found.others[0].kl_mean == data["others"][1]["kl_mean"]
+    assert [one["name"] for one in data["others"]] == ["b.kvsnap", "codec q8"]
+    assert data["others"][0]["stored_bytes"] == (place / "b.kvsnap").stat().st_size
+    assert data["nlls"] == found.nlls.tolist()
+
+
+def test_csv(kv: Call) -> None:
+    code, out, _ = kv("a.kvsnap", "b.kvsnap", "--text", TEXT, "--csv")
+    (row,) = csv.DictReader(io.StringIO(out))
+    assert code == 0
+    assert (row["name"], row["n"], row["n_bad"]) == ("b.kvsnap", "66", "0")
+    code, out, _ = kv("a.kvsnap", "b.kvsnap", "--text", TEXT, "--places")
+    places = list(csv.DictReader(io.StringIO(out)))
+    assert code == 0
+    assert len(places) == 66
+    assert float(row["kl_mean"]) == pytest.approx(sum(float(p["kl_1"]) for p in places) / 66)
+    assert [int(p["target"]) for p in places] == list(TEXT.encode())
+
+
+def test_an_exit_code_for_scripts(kv: Call) -> None:
+    options = ("a.kvsnap", "--codec", "q8", "--last", 40)
+    kl = json.loads(kv(*options, "--json")[1])["others"][0]["kl_mean"]
+    assert kv(*options, "--fail-above", kl)[0] == 0
+    code, out, _ = kv(*options, "--fail-above", kl * 0.99)
+    assert code == 1
+    assert "39 places of the history itself" in out
+
+
+def test_a_text_that_the_model_makes(kv: Call) -> None:
+    code, out, err = kv("a.kvsnap", "--codec", "exact", "--n-tokens", 12)
+    assert code == 0
+    assert "12 places that the model generates itself" in out
+    assert "note: the text is the model's own" in err
+
+
+def test_a_session_and_ids(kv: Call, place: Path) -> None:
+    with kvsnap.Session.open(place / "s.kvsnap") as session:
+        session.append(kvsnap.load(place / "a.kvsnap"))
+    code, out, _ = kv("s.kvsnap", "a.kvsnap", "--text-ids", "1 2 3 4", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert (data["stored_bytes"], data["others"][0]["verdict"]) == (None, "identical")
+    assert data["targets"] == [1, 2, 3, 4]
+
+
+def test_what_is_refused(kv: Call, place: Path) -> None:
+    for args, words in (
+        (("a.kvsnap",), "give another file"),
+        (("a.kvsnap", "--codec", "q8", "--last", 3, "--text", "x"), "exclude each other"),
+        (("a.kvsnap", "--codec", "q8", "--text", "x", "--text-ids", "1"), "give one text"),
+        (("a.kvsnap", "--codec", "q8", "--csv", "--places"), "exclude each other"),
+        (("a.kvsnap", "--codec", "q9"), "q9"),
+    ):
+        code, _, err = kv(*args)
+        assert code == 2
+        assert words in err
+    assert kv("a.kvsnap", "--codec", "q8", "--fail-above", -1)[0] == InputError.exit_code
+    code, _, err = kv("a.kvsnap", "--codec", "q8", "--text-file", "gone.txt")
+    assert (code, "no such text file" in err) == (MissingError.exit_code, True)
+    other = save_tiny(place / "other", seed=5)
+    assert run(["quality", "a.kvsnap", "--codec", "q8", "--model", str(other)]) == CompatibilityError.exit_code
