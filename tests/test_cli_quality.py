@@ -6,8 +6,10 @@ import csv
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -103,6 +105,25 @@ def test_a_text_that_the_model_makes(kv: Call) -> None:
     assert code == 0
     assert "12 places that the model generates itself" in out
     assert "note: the text is the model's own" in err
+
+
+def test_a_cache_that_gives_no_numbers(kv: Call, place: Path) -> None:
+    snapshot = kvsnap.load(place / "a.kvsnap")
+    first = snapshot.layers[0]
+    values = np.array(first.tensors[0].array)
+    values[0, 2, 3] = np.inf
+    tensors = (kvsnap.Tensor(first.tensors[0].spec, values), *first.tensors[1:])
+    replace(snapshot, layers=(replace(first, tensors=tensors), *snapshot.layers[1:])).save(place / "bad.kvsnap")
+    code, out, err = kv("a.kvsnap", "bad.kvsnap", "--text", TEXT, "--fail-above", 100)
+    assert code == 1
+    assert "left out" in out
+    assert "broken" in out
+    assert "note: bad.kvsnap: it holds values that are no numbers: layer 0" in err
+    code, out, _ = kv("a.kvsnap", "bad.kvsnap", "--text", TEXT, "--csv")
+    (row,) = csv.DictReader(io.StringIO(out))
+    assert (code, row["kl_mean"], row["n"], row["n_bad"]) == (0, "", "0", "66")
+    data = json.loads(kv("a.kvsnap", "bad.kvsnap", "--text", TEXT, "--json")[1])
+    assert (data["others"][0]["kl_mean"], data["others"][0]["kl"][0]) == (None, "nan")
 
 
 def test_a_session_and_ids(kv: Call, place: Path) -> None:

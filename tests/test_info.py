@@ -509,3 +509,60 @@ def test_summaries_of_copies_agree_but_for_where_they_lie(tmp_path: Path) -> Non
     assert timeless(summarise(tmp_path / "b.kvsnap")) != timeless(summarise(DATA / "tiny.kvsnap"))
     assert np.isfinite(summarise(tmp_path / "b.kvsnap").bound)
     assert mlxkv.FORMAT.name == "mlxkv"
+
+
+@pytest.mark.engine
+def test_cat_makes_text_of_ids_with_the_tokenizer_of_a_model(
+    tmp_path: Path, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    from kvsnap.engines import models
+    from tiny_models import save_tiny
+
+    model = tmp_path / "model"
+    save_tiny(model)
+    tokenizer = models.load_tokenizer(model)
+
+    def loaded(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(models, "_load_weights", loaded)
+    ids = tuple(tokenizer.encode("what was kept", add_special_tokens=False))
+    path = tmp_path / "a.mlxkv"
+    kvsnap.save(snapshot(ids), path, format="mlxkv")
+    code, out, _ = shown("cat", path, "--model", model)
+    assert (code, out) == (0, tokenizer.decode(list(ids), clean_up_tokenization_spaces=False) + "\n")
+    assert "what was kept" in shown("cat", path, "--turns", "--model", model)[1]
+    code, _, err = shown("cat", path)
+    assert (code, "--model" in err) == (2, True)
+    kvsnap.save(snapshot((*ids, 10**6)), path, format="mlxkv")
+    code, _, err = shown("cat", path, "--model", model)
+    assert (code, "1 id that it does not know" in err) == (2, True)
+    kvsnap.save(snapshot(ids), tmp_path / "b.kvsnap")  # its identity names another tokenizer
+    code, out, err = shown("cat", tmp_path / "b.kvsnap", "--model", model)
+    assert (code, "the text may be another" in err) == (0, True)
+
+
+@pytest.mark.parametrize("name", ["v1_torn_tail_long", "hazard_foreign_rows"])
+def test_damage_of_a_coli_kv_file_shows(name: str, shown: Shown) -> None:
+    found = kvsnap.inspect(DATA / "colikv" / f"{name}.coli_kv")
+    assert found.damage
+    assert set(found.damage) <= set(found.notes)
+    code, out, err = shown("info", DATA / "colikv" / f"{name}.coli_kv")
+    assert (code, found.damage[0][:30] in out, found.damage[0] in err) == (0, True, False)
+    assert kvsnap.inspect(DATA / "colikv" / "v1_basic.coli_kv").damage == ()
+
+
+def test_info_reads_no_row_of_a_deepseek_file(monkeypatch: pytest.MonkeyPatch, shown: Shown) -> None:
+    from kvsnap.files import Reader
+
+    path, counts = DATA / "colikv" / "dsv4_window_only.coli_kv", list[int]()
+    real = Reader.read_into
+
+    def counted(self: Reader, offset: int, buffer: Any) -> int:
+        counts.append(memoryview(buffer).nbytes)
+        return real(self, offset, buffer)
+
+    monkeypatch.setattr(Reader, "read_into", counted)
+    assert shown("info", path)[0] == 12
+    assert sum(counts) < 128 < path.stat().st_size

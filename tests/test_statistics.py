@@ -20,7 +20,7 @@ import kvsnap
 import synthetic
 from kvsnap.errors import DamagedError, InputError
 from kvsnap.inspection.statistics import HeadStatistics, Statistics, statistics
-from kvsnap.inspection.statistics.measuring import HeadMoments, spans_for
+from kvsnap.inspection.statistics.measuring import HeadMoments, has_products, spans_for
 from kvsnap.inspection.values import head_rows
 from kvsnap.layout import Layer, Snapshot, Tensor
 from kvsnap.session import Session
@@ -63,8 +63,7 @@ def direct(values: np.ndarray[Any, Any]) -> dict[str, float]:
     norms = np.linalg.norm(wide, axis=1)
     told = {
         "mean": wide.mean(), "std": wide.std(), "min": wide.min(), "max": wide.max(), "mean_norm": norms.mean(),
-        "min_norm": norms.min(), "max_norm": norms.max(), "min_norm_row": int(norms.argmin()),
-        "max_norm_row": int(norms.argmax()),
+        "min_norm": norms.min(), "max_norm": norms.max(),
         "mean_share": (wide.mean(axis=0) ** 2).sum() / (wide**2).sum(axis=1).mean(),
     }  # fmt: skip
     singular = np.linalg.svd(wide - wide.mean(axis=0), compute_uv=False)
@@ -84,11 +83,15 @@ def direct(values: np.ndarray[Any, Any]) -> dict[str, float]:
     return told
 
 
-def check(head: HeadStatistics, values: np.ndarray[Any, Any], exponents: bool = True) -> None:
+def check(head: HeadStatistics, values: np.ndarray[Any, Any], first_row: int = 0) -> None:
     for name, expected in direct(values).items():
-        if name == "exponent_entropy" and not exponents:
-            continue
         assert getattr(head, name) == pytest.approx(expected, rel=2e-5, abs=1e-6), name
+    norms = np.linalg.norm(np.asarray(values, np.float64), axis=1)
+    assert head.min_norm_row is not None
+    assert head.max_norm_row is not None
+    # By their norms: of rows that are equally long any may be named.
+    assert norms[head.min_norm_row - first_row] == pytest.approx(norms.min(), rel=1e-6)
+    assert norms[head.max_norm_row - first_row] == pytest.approx(norms.max(), rel=1e-6)
 
 
 def head_of(found: Statistics, layer: int, role: str, head: int) -> HeadStatistics:
@@ -354,7 +357,7 @@ def test_rows_with_short_values_may_be_sinks() -> None:
     assert sink.value_ratio < 0.25 < norms[0, 100] / np.median(norms[0])
     assert sink.key_ratio is not None
     assert 0.3 < sink.key_ratio < 0.8
-    assert any("row 0, in up to 3 layers" in f for f in found.findings)
+    assert any("row 0 (token 0), in up to 3 layers" in f for f in found.findings)
     layers[1]["v"][:, 0] *= 50
     layers[2]["v"][:, 0] *= 50
     layers[3]["v"][:, 0] *= 50
@@ -443,7 +446,7 @@ def test_figures_of_a_sample_are_those_of_its_rows() -> None:
         assert told.n_rows == len(rows)
         for name in ("mean", "std", "mean_norm", "effective_rank", "entropy"):
             assert getattr(told, name) == pytest.approx(expected[name], rel=2e-5), name
-        assert told.max_norm_row == rows[expected["max_norm_row"]]
+        assert told.max_norm_row == rows[np.linalg.norm(k[head, rows].astype(np.float64), axis=1).argmax()]
     assert np.flatnonzero(np.isfinite(found.norms[0].by_row)).tolist() == rows.tolist()
     assert found.similarity[0].values[0, 1] == pytest.approx(1, abs=1e-5)
     assert "figures are of a sample" in found.notes[0]
@@ -537,7 +540,7 @@ def test_a_window_is_sampled_on_its_own() -> None:
     rows = taken_rows(700, 640)
     told, expected = head_of(found, 1, "k", 0), direct(k[0, -700:][rows])
     assert told.mean_norm == pytest.approx(expected["mean_norm"])
-    assert told.max_norm_row == 4300 + rows[expected["max_norm_row"]]
+    assert told.max_norm_row == 4300 + rows[np.linalg.norm(k[0, -700:][rows].astype(np.float64), axis=1).argmax()]
     assert found.similarity[0].n_rows >= 64  # the last run at least
 
 
@@ -562,9 +565,9 @@ def test_heads_of_unequal_width_and_layers_that_share() -> None:
 def test_an_empty_cache_has_no_figures() -> None:
     made = synthetic.snapshot((), layers=2)
     found = statistics(made)
-    assert all(h.mean is None for h in found.heads)
-    assert found.sinks == found.distributions == ()
-    assert found.tables()[0].rows
+    assert found.heads == found.layers == found.sinks == found.distributions == ()
+    assert found.notes == ("layers 0-1 hold no vectors",)
+    assert found.tables()[0].rows == found.table("row").rows == ()
     one = statistics(synthetic.snapshot((5,), layers=2))
     assert one.heads[0].effective_rank is None
     assert one.heads[0].mean is not None
@@ -577,7 +580,15 @@ def test_layers_and_roles_that_are_asked_for() -> None:
     assert {(h.layer, h.role) for h in found.heads} == {(2, "v")}
     assert found.heads == tuple(h for h in statistics(made).heads if (h.layer, h.role) == (2, "v"))
     assert found.matrix("v", "mean").shape == (3, 2)
-    for wrong in ({"layers": [3]}, {"layers": [-1]}, {"roles": ["latent"]}, {"sample": 0}, {"sample": -5}):
+    for wrong in (
+        {"layers": [3]},
+        {"layers": [-1]},
+        {"roles": ["latent"]},
+        {"sample": 0},
+        {"sample": -5},
+        {"sample": 2.5},
+        {"layers": ["a"]},
+    ):
         with pytest.raises(InputError):
             statistics(made, **wrong)
 
@@ -613,3 +624,37 @@ def test_tables_data_and_html() -> None:
     assert data["heads"][2]["twin"] is None
     assert len(data["channels"][0]["rms"][0]) == 16
     json.dumps(data)
+
+
+def test_tokens_of_rows_where_a_file_has_only_the_last_ones() -> None:
+    k = drawn(rows=50, seed=80) + 5
+    v = drawn(rows=50, seed=81) + 5
+    v[:, 45] = 0.001
+    base = snapshot_of({"k": k, "v": v})
+    found = statistics(replace(base, tokens=tuple(range(100, 112)), n_pending=2))  # of 10 rows, and two behind them
+    assert (found.n_tokens, found.tokens) == (12, tuple(range(100, 110)))
+    assert [(s.row, s.token) for s in found.sinks] == [(45, 105)]
+    table = found.table("row").to_dicts()
+    assert [row["token"] for row in table] == [None] * 40 + list(range(100, 110))
+    assert [row["row"] for row in table if row["sink_layers"]] == [45]
+
+
+def test_what_is_too_wide_has_no_principal_components_and_what_is_empty_is_left_out() -> None:
+    wide, empty = drawn(heads=1, rows=4, dim=1025, seed=82), np.zeros((2, 200, 0), np.float32)
+    found = statistics(snapshot_of({"k": wide, "v": wide[..., :1024]}))
+    assert found.heads[0].effective_rank is None
+    assert found.heads[0].mean_share is not None
+    assert found.heads[1].effective_rank is not None
+    expected = direct(wide[0])
+    for name in ("mean", "std", "mean_norm", "mean_share", "outlier_ratio"):
+        assert getattr(found.heads[0], name) == pytest.approx(expected[name], rel=1e-5)
+    assert "layer 0 k: rows too wide, or too many heads, for principal components" in found.notes
+    many = next(iter(head_rows(snapshot_of({"k": np.zeros((9000, 1, 64), np.float32)}))))
+    assert not has_products(many)  # 9,000 matrices of 64 x 64 would take 295 MB
+    assert has_products(next(iter(head_rows(snapshot_of({"k": np.zeros((128, 1, 128), np.float32)})))))
+    assert statistics(snapshot_of({"k": drawn(), "v": empty})).roles == ("k",)
+
+
+def test_a_table_of_something_else_is_refused() -> None:
+    with pytest.raises(InputError):
+        statistics(synthetic.tiny()).table("token")

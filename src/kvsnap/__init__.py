@@ -43,11 +43,13 @@ if TYPE_CHECKING:
     from kvsnap.inspection.growth import Growth
     from kvsnap.inspection.listing import listing
     from kvsnap.inspection.quality import quality
+    from kvsnap.inspection.statistics import Statistics, statistics
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
     from kvsnap.library import Library
     from kvsnap.probing import inspect_attention, probe, save_attention
     from kvsnap.protocols import Engine, Token
+    from kvsnap.reporting import ReportFile, report, report_library
     from kvsnap.session import Session
     from kvsnap.speculation import Speculated, Speculation, speculate
     from kvsnap.starting import Started, start
@@ -73,6 +75,7 @@ __all__ = [
     "Library",
     "LossReport",
     "Quality",
+    "ReportFile",
     "Restored",
     "Rope",
     "Sampler",
@@ -81,6 +84,7 @@ __all__ = [
     "Speculated",
     "Speculation",
     "Started",
+    "Statistics",
     "Tensor",
     "Token",
     "__version__",
@@ -106,6 +110,8 @@ __all__ = [
     "quality",
     "remove",
     "repair",
+    "report",
+    "report_library",
     "restore",
     "reuse",
     "save",
@@ -113,6 +119,7 @@ __all__ = [
     "speculate",
     "split",
     "start",
+    "statistics",
     "sweep",
     "verify",
     "warm_from_tokens",
@@ -131,9 +138,11 @@ _LATER = {
     "Diff": "inspection.differences",
     "Library": "library",
     "Quality": "inspection.effects",
+    "ReportFile": "reporting",
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
+    "Statistics": "inspection.statistics",
     "branch": "branching",
     "diff": "inspection.comparing",
     "draft_of": "drafts",
@@ -142,9 +151,12 @@ _LATER = {
     "listing": "inspection.listing",
     "probe": "probing",
     "quality": "inspection.quality",
+    "report": "reporting",
+    "report_library": "reporting",
     "save_attention": "probing",
     "speculate": "speculation",
     "start": "starting",
+    "statistics": "inspection.statistics",
     "with_draft": "drafts",
 }
 """Not needed by most programs, so loaded for themselves."""

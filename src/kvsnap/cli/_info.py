@@ -90,7 +90,7 @@ def _show(summary: Summary | None, error: Any, *, layers: bool) -> None:
         show_table(made)
         if layers and summary.layers:
             _show_layers(summary)
-        for note in summary.notes:
+        for note in (note for note in summary.notes if note not in summary.damage):  # which is in the table
             remark(f"note: {note}")
     if error is not None:
         facts = {name: error[name] for name in ("path", "offset", "expected", "found")}

@@ -33,6 +33,8 @@ def foreign_summary(snapshot: Snapshot, path: str, name: str) -> Summary:
     dialect = " ".join(str(d) for d in (source.get("dialect"), f"{order}-endian" if order else "") if d)
     size = os.stat(path)
     begins, ends = excerpts(snapshot.text, snapshot.messages)
+    damage = tuple(str(what) for what in source.get("damage", ()))
+    notes = tuple(str(note) for note in info) if isinstance(info, (list, tuple)) else ()
     return Summary(
         path=path, format=name, version=str(source.get("version", "")), use="snapshot", file_id="",
         created_ns=size.st_mtime_ns, commit=1, complete=True, sealed=True, architecture=snapshot.architecture,
@@ -44,7 +46,7 @@ def foreign_summary(snapshot: Snapshot, path: str, name: str) -> Summary:
         n_messages=None if snapshot.messages is None else len(snapshot.messages), sampler=snapshot.sampler,
         file_bytes=size.st_size, tensor_bytes=snapshot.nbytes, stored=_by_codec(parts), exact=not snapshot.bound,
         bound=snapshot.bound, layers=layers, identity=snapshot.identity, metadata=snapshot.metadata, dialect=dialect,
-        shard=snapshot.shard, notes=tuple(str(note) for note in info) if isinstance(info, (list, tuple)) else (),
+        shard=snapshot.shard, notes=notes, damage=damage,
         groups=groups_of(layers), parts=parts, modified_ns=size.st_mtime_ns, begins=begins, ends=ends,
     )  # fmt: skip
 

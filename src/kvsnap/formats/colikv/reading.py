@@ -93,14 +93,25 @@ def _foreign_tail(source: ByteSource, header: Header, n_records: int) -> str | N
     return None
 
 
-def notes_of(header: Header, foreign: str | None, *, has_draft: bool = False) -> tuple[str, ...]:
-    """Say in sentences what a reader should know about this file."""
-    notes = []
+def damage_of(header: Header, foreign: str | None) -> tuple[str, ...]:
+    """Say in sentences what is wrong with a file: rows of another model, records that are not there, a torn tail."""
+    found = []
     if foreign is not None:
-        notes.append(
+        found.append(
             f"the rows do not fit the count: {foreign}. They were probably written by another model under this header, "
             "and are not to be trusted"
         )
+    if header.count > header.n_physical:
+        found.append(f"the header counts {header.count} records, the file holds {header.n_physical} whole ones")
+    if header.n_leftover:
+        found.append(f"{header.n_leftover} bytes behind the last whole record are not read")
+    return tuple(found)
+
+
+def notes_of(header: Header, foreign: str | None, *, has_draft: bool = False) -> tuple[str, ...]:
+    """Say in sentences what a reader should know about this file, what is wrong with it among that."""
+    damage = damage_of(header, foreign)
+    notes = list(damage[: foreign is not None])
     if header.dialect == "watermark":
         notes.append(
             f"COLIKV2 with a turn count: read as float32, and only {header.word} of {header.count} records, up to the "
@@ -108,12 +119,9 @@ def notes_of(header: Header, foreign: str | None, *, has_draft: bool = False) ->
         )
     elif header.dialect == "syntara":
         notes.append(f"SYNTARAK file: read as {header.encoding}, as word 36 says")
-    if header.count > header.n_physical:
-        notes.append(f"the header counts {header.count} records, the file holds {header.n_physical} whole ones")
+    notes += damage[foreign is not None :]
     if header.count < 0:
         notes.append(f"the record count is {header.count}: nothing is counted")
-    if header.n_leftover:
-        notes.append(f"{header.n_leftover} bytes behind the last whole record are not read")
     if header.is_lossy_width:
         notes.append(f"{header.encoding} cannot hold rows of these widths: they are zeros")
     if header.geometry.index_owners is None:
@@ -221,9 +229,10 @@ def outline_of(source: ByteSource, header: Header) -> Snapshot:
     n, columns = header.n_usable, columns_of(header)
     bounds = [0.0 if c.encoding.name == "float32" else float("inf") for c in columns]
     records = Records(source, header, n, None)
-    notes = notes_of(header, foreign_sample(source, header, n))
+    foreign = foreign_sample(source, header, n)
+    facts = {**_facts(header, notes_of(header, foreign)), "damage": damage_of(header, foreign)}
     made = _built(header, n, {c: LazyRows(c, records) for c in columns}, bounds, records, eager=False)
-    return replace(made, source=_facts(header, notes))
+    return replace(made, source=facts)
 
 
 def _built(

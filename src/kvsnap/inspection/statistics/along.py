@@ -9,15 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.inspection.similarity import LEAST_ROWS, centred, gram
-from kvsnap.inspection.statistics.answers import RowNorms, Similarity, Sink
+from kvsnap.inspection.statistics.answers import RowNorms, Similarity, Sink, token_of
 from kvsnap.inspection.statistics.figures import LOW_RATIO, low_ratios
 from kvsnap.inspection.statistics.measuring import Measured, Numbers, numbers_of, spans_for
 from kvsnap.inspection.values import HeadRows
 
-__all__ = ["Alike", "Norms", "Sinks", "picks_of"]
+__all__ = ["LONGEST", "Alike", "Norms", "Sinks", "picks_of"]
 
 COLUMNS = 1024
 """Most columns of a matrix of norms by layer and row."""
+LONGEST = 1 << 24
+"""Rows of a sequence beyond which norms are not told by row."""
 COMMON_ROWS = 256
 """Most rows that the similarity of layers is told from: products of each with each are kept, for every layer."""
 _SINKS = 32
@@ -88,15 +90,18 @@ class Sinks:
             of_key = None if of_keys is None else float(of_keys[place])
             self._found.setdefault(int(values[0].rows[place]), []).append((layer, float(ratios[place]), of_key))
 
-    def told(self, tokens: Sequence[int]) -> tuple[Sink, ...]:
-        """Return the rows that are short in a quarter of the layers or more, those of most layers first."""
-        least = max(1, self.n_layers // 4)
+    def told(self, tokens: Sequence[int], n_rows: int) -> tuple[Sink, ...]:
+        """Return the rows that are short in an eighth of the layers or more, those of most layers first.
+
+        `tokens` are those of the last of `n_rows` rows.
+        """
+        least = max(1, self.n_layers // 8)
         made = []
         for row, seen in self._found.items():
             if len(seen) >= least:
                 of_keys = [k for _, _, k in seen if k is not None]
                 made.append(Sink(
-                    row=row, token=tokens[row] if row < len(tokens) else None, n_layers=len(seen),
+                    row=row, token=token_of(tokens, n_rows, row), n_layers=len(seen),
                     layers=tuple(layer for layer, _, _ in seen), value_ratio=float(np.mean([v for _, v, _ in seen])),
                     key_ratio=float(np.mean(of_keys)) if of_keys else None,
                 ))  # fmt: skip

@@ -5,11 +5,14 @@ A figure that cannot be told (no row without NaN, one row only, a state that has
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvsnap.errors import InputError
 from kvsnap.results import Result, Table, table_of
 
 __all__ = [
@@ -21,6 +24,7 @@ __all__ = [
     "Similarity",
     "Sink",
     "Statistics",
+    "token_of",
 ]
 
 Floats = npt.NDArray[np.float32]
@@ -209,7 +213,8 @@ class Sink:
 class Statistics(Result):
     """The statistics of one cache; `statistics` makes them.
 
-    `n_tokens` and `n_rows` are those of the snapshot. `sample` is the number of rows that were asked for, None: all
+    `n_tokens` and `n_rows` are those of the snapshot, `tokens` the ids of the rows, of the last ones where a foreign
+    file has no more. `sample` is the number of rows that were asked for, None: all
     rows were looked at. `findings` says in words what stands out, `notes` what was left out or has to be known about
     the figures. Lists are in the order of layers, then of the tensors in a layer, then of heads.
     """
@@ -219,6 +224,7 @@ class Statistics(Result):
     num_layers: int
     n_tokens: int
     n_rows: int
+    tokens: tuple[int, ...]
     sample: int | None
     layers: tuple[LayerStatistics, ...]
     heads: tuple[HeadStatistics, ...]
@@ -251,19 +257,73 @@ class Statistics(Result):
 
     def tables(self) -> tuple[Table, ...]:
         """Return what is told by layer, by head, and of candidates for sinks."""
-        of_layers = (
-            "layer", "kind", "role", "n_heads", "dim", "n_rows", "mean", "std", "min", "max", "mean_norm", "entropy",
-            "exponent_entropy", "mean_share", "rank_90", "rank_99", "rank_999", "effective_rank", "participation_ratio",
-            "n_outliers", "outlier_ratio", "n_dead", "n_nan", "n_infinite", "n_left_out",
-        )  # fmt: skip
-        of_heads = (
-            "layer", "role", "head", "n_rows", "mean", "std", "min", "max", "mean_norm", "min_norm", "min_norm_row",
-            "max_norm", "max_norm_row", "entropy", "exponent_entropy", "mean_share", "rank_90", "rank_99", "rank_999",
-            "effective_rank", "participation_ratio", "outlier_ratio", "n_low_rows", "dead", "n_nan", "n_infinite",
-            "n_left_out",
-        )  # fmt: skip
-        made = [table_of("layers", self.layers, of_layers), table_of("heads", self.heads, of_heads)]
+        made = [table_of("layers", self.layers, _OF_LAYERS), self.table("head")]
         if self.sinks:
             columns = ("row", "token", "n_layers", "value_ratio", "key_ratio")
             made.append(table_of("rows that may be attention sinks", self.sinks, columns))
         return tuple(made)
+
+    def table(self, by: str) -> Table:
+        """Return one table: by `layer` (and role), `head`, `channel`, or `row` of the sequence.
+
+        Channels have a line for each head and channel, `ratio` is that of the root mean square to the median of the
+        head. Rows have their token (None where the file does not tell), the mean norm of each role over layers and
+        heads, and in how many layers a row may be a sink.
+        Raise `InputError` for another word.
+        """
+        if by == "layer":
+            return self.tables()[0]
+        if by == "head":
+            rows = [(*(getattr(h, c) for c in _OF_HEADS), len(h.outliers)) for h in self.heads]
+            return Table("heads", (*_OF_HEADS, "n_outliers"), tuple(rows))
+        if by == "channel":
+            return self._by_channel()
+        if by == "row":
+            return self._by_row()
+        raise InputError("no such table", expected="layer, head, channel or row", found=by)
+
+    def _by_channel(self) -> Table:
+        rows: list[tuple[int | float | str | None, ...]] = []
+        for c in self.channels:
+            for head, (rms, peak, mean) in enumerate(zip(c.rms, c.peak, c.mean, strict=True)):
+                middle = float(np.median(rms)) if len(rms) else 0.0
+                ratios = rms / middle if middle > 0 else np.full(len(rms), np.nan)
+                for channel, values in enumerate(zip(rms, peak, mean, ratios, strict=True)):
+                    rows.append((c.layer, c.role, c.first_head + head, channel, *(_or_none(v) for v in values)))
+        return Table("channels", ("layer", "role", "head", "channel", "rms", "peak", "mean", "ratio"), tuple(rows))
+
+    def _by_row(self) -> Table:
+        sinks = {s.row: s.n_layers for s in self.sinks}
+        norms = [n for n in self.norms if not n.role.startswith("cross_")]
+        rows = [
+            (
+                row,
+                token_of(self.tokens, self.n_rows, row),
+                *(_or_none(n.by_row[row]) for n in norms),
+                sinks.get(row, 0),
+            )
+            for row in range(max((len(n.by_row) for n in norms), default=0))
+        ]
+        return Table("rows", ("row", "token", *(f"{n.role}_norm" for n in norms), "sink_layers"), tuple(rows))
+
+
+def token_of(tokens: Sequence[int], n_rows: int, row: int) -> int | None:
+    """Return the id of a row where `tokens` are those of the last of `n_rows` rows; None where it is not among them."""
+    place = row - (n_rows - len(tokens))
+    return tokens[place] if 0 <= place < len(tokens) else None
+
+
+def _or_none(value: np.floating[Any]) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+_OF_LAYERS = (
+    "layer", "kind", "role", "n_heads", "dim", "n_rows", "mean", "std", "min", "max", "mean_norm", "entropy",
+    "exponent_entropy", "mean_share", "rank_90", "rank_99", "rank_999", "effective_rank", "participation_ratio",
+    "n_outliers", "outlier_ratio", "n_dead", "n_nan", "n_infinite", "n_left_out",
+)  # fmt: skip
+_OF_HEADS = (
+    "layer", "role", "head", "n_rows", "mean", "std", "min", "max", "mean_norm", "min_norm", "min_norm_row", "max_norm",
+    "max_norm_row", "entropy", "exponent_entropy", "mean_share", "rank_90", "rank_99", "rank_999", "effective_rank",
+    "participation_ratio", "outlier_ratio", "n_low_rows", "dead", "n_nan", "n_infinite", "n_left_out",
+)  # fmt: skip

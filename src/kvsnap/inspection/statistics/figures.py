@@ -172,6 +172,10 @@ def low_ratios(parts: Sequence[Measured]) -> Doubles | None:
     norms = norms[np.isfinite(norms).any(axis=1)]
     if not norms.size:
         return None
+    if np.isfinite(norms).all():  # the same, and much faster
+        middle = np.median(norms, axis=1, keepdims=True)
+        ratios = (norms / np.where(middle > 0, middle, 1))[middle[:, 0] > 0]
+        return np.asarray(np.median(ratios, axis=0)) if len(ratios) else None
     middle = np.nanmedian(norms, axis=1)
     ratios = norms[middle > 0] / middle[middle > 0, None]
     if not len(ratios):

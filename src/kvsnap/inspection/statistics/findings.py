@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvsnap.inspection.statistics.answers import HeadStatistics, LayerStatistics, Similarity, Sink
 from kvsnap.inspection.statistics.figures import OUTLIER_RATIO
-from kvsnap.inspection.statistics.measuring import DIM_LIMIT, RUN_ROWS
+from kvsnap.inspection.statistics.measuring import RUN_ROWS
 from kvsnap.layout import Snapshot
 
 __all__ = ["findings_of", "notes_of", "ranges"]
@@ -86,8 +86,9 @@ def _sinks(sinks: Sequence[Sink]) -> list[str]:
         return []
     most = max(s.n_layers for s in sinks)
     rows = ranges(s.row for s in sinks)
-    s = "s" if len(sinks) > 1 else ""
-    return [f"short values at row{s} {rows}, in up to {most} layers: may be attention sinks (kvsnap attention tells)"]
+    ids = ", ".join(dict.fromkeys(str(s.token) for s in sinks if s.token is not None))
+    where = f"row{'s' if len(sinks) > 1 else ''} {rows}{f' (token {ids})' if ids else ''}"
+    return [f"short values at {where}, in up to {most} layers: may be attention sinks (kvsnap attention tells)"]
 
 
 def _ranks(heads: Sequence[HeadStatistics]) -> list[str]:
@@ -156,7 +157,4 @@ def notes_of(
     few = sorted({r.role for r in layers if not r.is_state and 1 < r.n_rows <= r.dim})
     if few:
         notes.append(f"{', '.join(few)}: fewer rows than channels, so ranks are limited by the rows")
-    wide = sorted({r.role for r in layers if r.dim > DIM_LIMIT and not r.is_state})
-    if wide:
-        notes.append(f"{', '.join(wide)}: rows wider than {DIM_LIMIT}, of which no principal components are told")
     return tuple(notes)

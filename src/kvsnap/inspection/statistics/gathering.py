@@ -13,7 +13,7 @@ import numpy as np
 from kvsnap import formats
 from kvsnap.errors import InputError
 from kvsnap.formats import native
-from kvsnap.inspection.statistics.along import Alike, Norms, Sinks, picks_of
+from kvsnap.inspection.statistics.along import LONGEST, Alike, Norms, Sinks, picks_of
 from kvsnap.inspection.statistics.answers import (
     Channels,
     Distribution,
@@ -24,7 +24,7 @@ from kvsnap.inspection.statistics.answers import (
 )
 from kvsnap.inspection.statistics.figures import channels_of, distribution_of, heads_of, layer_of
 from kvsnap.inspection.statistics.findings import findings_of, notes_of
-from kvsnap.inspection.statistics.measuring import Measured, Numbers, measure, spans_for
+from kvsnap.inspection.statistics.measuring import Measured, Numbers, has_products, measure, spans_for
 from kvsnap.inspection.summary import refuse_key
 from kvsnap.inspection.values import HeadRows, head_rows
 from kvsnap.layout import Snapshot
@@ -51,11 +51,11 @@ def statistics(
     One tensor is in memory at a time, with blocks of some MiB. `progress` is called with (done, total) bytes. Raise
     `InputError` for a layer or role that is not there, and as `load` does (`DamagedError` also on the way).
     """
-    snapshot, path = _opened(source, key)
-    if sample is not None and (isinstance(sample, bool) or operator.index(sample) < 1):
+    if sample is not None and _number(sample) < 1:
         raise InputError("a sample has one row or more", expected="1 or more", found=sample)
+    snapshot, path = _opened(source, key)
     chosen = _chosen(snapshot, layers)
-    every = [f for f in head_rows(snapshot) if chosen is None or f.layer in chosen]
+    every = [f for f in head_rows(snapshot) if (chosen is None or f.layer in chosen) and f.nbytes]
     wanted = [f for f in every if roles is None or f.role in roles]
     known = tuple(dict.fromkeys(f.role for f in every))
     unknown = [role for role in roles or () if role not in known]
@@ -78,11 +78,18 @@ def _opened(source: Snapshot | str | os.PathLike[str], key: bytes | None) -> tup
     return found.load(os.fspath(source), mmap=True), os.fspath(source)
 
 
+def _number(value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type] # what is no number is told below
+    except TypeError as error:
+        raise InputError("a whole number is needed", found=value) from error
+
+
 def _chosen(snapshot: Snapshot, layers: Sequence[int] | None) -> frozenset[int] | None:
     if layers is None:
         return None
     for layer in layers:
-        if not 0 <= layer < snapshot.num_layers:
+        if not 0 <= _number(layer) < snapshot.num_layers:
             raise InputError("no such layer", expected=f"0 to {snapshot.num_layers - 1}", found=layer)
     return frozenset(layers)
 
@@ -108,11 +115,13 @@ class _Pass:
         self._norms: dict[str, Norms] = {}
         self._alike: dict[str, Alike] = {}
         self._picks: dict[str, Numbers] = {}
+        self._left_out: list[str] = []
         self._seen: dict[tuple[object, ...], tuple[int, int]] = {}
         for role in dict.fromkeys(f.role for f in wanted if _of_rows(f)):
             mine = [f for f in wanted if f.role == role]
             n_rows = max(snapshot.n_rows if f.grows else f.n_rows for f in mine)
-            self._norms[role] = Norms(role, n_rows)
+            if n_rows <= LONGEST:
+                self._norms[role] = Norms(role, n_rows)
             self._picks[role] = picks_of(mine, sample)
             self._alike[role] = Alike(role, len(self._picks[role]))
 
@@ -133,7 +142,7 @@ class _Pass:
                 self._distributions.append(distribution)
             if of_rows:
                 self._channels += [channels_of(m) for m in measured]
-                for one_part in measured:
+                for one_part in measured if role in self._norms else ():
                     self._norms[role].add(one_part)
                 self._alike[role].add(measured)
         self._sinks.add(found[0].layer, {r: m for r, m in parts.items() if m[0].found.grows})
@@ -146,6 +155,8 @@ class _Pass:
             if self._progress is not None:
                 self._progress(self._done + found.nbytes * rows // n_rows, self._total)
 
+        if _of_rows(found) and not has_products(found):
+            self._left_out.append(f"{found.name}: rows too wide, or too many heads, for principal components")
         picks = self._picks.get(found.role, np.zeros(0, np.int64))
         measured = measure(found, spans, picks, products=_of_rows(found), advance=advance)
         self._done += found.nbytes
@@ -164,13 +175,15 @@ class _Pass:
         """Return all of it."""
         snapshot = self._snapshot
         similarity: list[Similarity] = [s for s in (a.told() for a in self._alike.values()) if s is not None]
-        sinks = self._sinks.told(snapshot.tokens)
+        tokens = snapshot.tokens[: len(snapshot.tokens) - snapshot.n_pending]
+        sinks = self._sinks.told(tokens, snapshot.n_rows)
         return Statistics(
             path=path, architecture=snapshot.architecture, num_layers=snapshot.num_layers,
-            n_tokens=len(snapshot.tokens), n_rows=snapshot.n_rows, sample=self._sample, layers=tuple(self._layers),
+            n_tokens=len(snapshot.tokens),
+            tokens=tokens, n_rows=snapshot.n_rows, sample=self._sample, layers=tuple(self._layers),
             heads=tuple(self._heads), distributions=tuple(self._distributions),
             norms=tuple(n.told() for n in self._norms.values()), channels=tuple(self._channels),
             similarity=tuple(similarity), sinks=sinks,
             findings=findings_of(self._layers, self._heads, sinks, similarity),
-            notes=notes_of(snapshot, self._layers, self._sample, chosen),
+            notes=(*notes_of(snapshot, self._layers, self._sample, chosen), *self._left_out),
         )  # fmt: skip

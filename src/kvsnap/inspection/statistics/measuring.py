@@ -15,7 +15,17 @@ import xxhash
 
 from kvsnap.inspection.values import HeadRows
 
-__all__ = ["DIM_LIMIT", "RUN_ROWS", "HeadMoments", "Measured", "Spans", "measure", "numbers_of", "spans_for"]
+__all__ = [
+    "DIM_LIMIT",
+    "RUN_ROWS",
+    "HeadMoments",
+    "Measured",
+    "Spans",
+    "has_products",
+    "measure",
+    "numbers_of",
+    "spans_for",
+]
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -24,6 +34,8 @@ Spans = tuple[tuple[int, int], ...]
 
 DIM_LIMIT = 1024
 """Widest row that principal components are told of: their matrix has the square of it in float64."""
+PRODUCT_BYTES = 1 << 28
+"""Most memory that the matrices of all heads of a tensor may take; beyond, no principal components are told."""
 RUN_ROWS = 64
 """Rows in one run of a sample."""
 _SPREAD_VALUES = 1 << 17
@@ -44,6 +56,11 @@ def spans_for(n_rows: int, sample: int | None) -> Spans:
     n_runs = max(2, sample // RUN_ROWS)
     length = sample // n_runs
     return tuple((at, at + length) for at in ((n_rows - length) * i // (n_runs - 1) for i in range(n_runs)))
+
+
+def has_products(found: HeadRows) -> bool:
+    """Tell whether the matrices that principal components need are small enough."""
+    return found.dim <= DIM_LIMIT and 8 * found.n_heads * found.dim**2 <= PRODUCT_BYTES
 
 
 def numbers_of(found: HeadRows, spans: Spans) -> Numbers:
@@ -140,7 +157,7 @@ def measure(
     memory, with one block of 16 MiB. Raise `DamagedError` as the tensor does.
     """
     rows = numbers_of(found, spans)
-    products = products and found.dim <= DIM_LIMIT
+    products = products and has_products(found)
     heads = [HeadMoments.empty(found.dim, products=products) for _ in range(found.n_heads)]
     norms = np.empty((found.n_heads, len(rows)), np.float32)
     stride = max(1, -(-len(rows) * found.n_heads * found.dim // _SPREAD_VALUES))
