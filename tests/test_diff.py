@@ -274,6 +274,7 @@ def test_dtypes_that_differ_are_compared_as_numbers() -> None:
     found = diff(narrow, wide)
     assert sum(head.n_different for head in found.heads) == 0
     assert found.verdict == "besides"
+    assert not found.same_cache  # the same numbers, not the same bits
     assert [(o.name, o.a, o.b) for o in found.others if o.verdict == "differ"] == [
         ("dtype of layers 0", "bfloat16", "float32")
     ]
@@ -671,6 +672,22 @@ def test_formats_of_one_cache_are_compared(tmp_path: Path) -> None:
         a, b = (np.frombuffer(bytes.fromhex(told[n]), "<f4").reshape(5, 4) for n in ("source_f32_hex", "f32_hex"))
         assert faults(head, plain_figures(a, b)) == []
         assert head.within_bound
+
+
+GOLDEN = sorted(p.name for p in (DATA / "mlxkv").glob("*.mlxkv") if not p.name.startswith("err_"))
+
+
+@pytest.mark.parametrize("name", [*GOLDEN, *sorted(p.name for p in (DATA / "colikv").glob("*.coli_kv"))])
+def test_a_converted_golden_file_has_the_same_bits(name: str, tmp_path: Path) -> None:
+    source = DATA / name.rpartition(".")[2].replace("coli_kv", "colikv") / name
+    try:
+        kvsnap.convert(source, tmp_path / "b.kvsnap", allow_loss=True)
+    except kvsnap.KvsnapError:
+        pytest.skip("this one is refused, or holds ids that no file of ours takes")
+    found = diff(source, tmp_path / "b.kvsnap")
+    assert found.verdict in ("identical", "besides"), found.says
+    assert found.not_compared == ()
+    assert found.heads or not found.a.n_rows
 
 
 def test_a_golden_file_against_its_content() -> None:

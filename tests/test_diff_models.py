@@ -106,6 +106,8 @@ def test_codes_are_compared_with_unquantised_rows(backend: str) -> None:
         assert x.relative_error == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a))
     assert any(o.name.startswith("quantisation of layers") for o in found.others)
     assert diff(codes, codes).identical
+    assert {g.kind for g in found.growth} == {"full", "codes"}
+    assert found.bytes_at(10_000)[1] < found.bytes_at(10_000)[0]
 
 
 @pytest.mark.parametrize("name", [n for n in ("deepseek_v3", "deepseek_v32") if n in KNOWN])

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kvsnap.library import Library
     from kvsnap.probing import inspect_attention, probe, save_attention
     from kvsnap.protocols import Engine, Token
+    from kvsnap.reporting import ReportFile, report, report_library
     from kvsnap.session import Session
     from kvsnap.speculation import Speculated, Speculation, speculate
     from kvsnap.starting import Started, start
@@ -74,6 +75,7 @@ __all__ = [
     "Library",
     "LossReport",
     "Quality",
+    "ReportFile",
     "Restored",
     "Rope",
     "Sampler",
@@ -108,6 +110,8 @@ __all__ = [
     "quality",
     "remove",
     "repair",
+    "report",
+    "report_library",
     "restore",
     "reuse",
     "save",
@@ -134,6 +138,7 @@ _LATER = {
     "Diff": "inspection.differences",
     "Library": "library",
     "Quality": "inspection.effects",
+    "ReportFile": "reporting",
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
@@ -147,6 +152,8 @@ _LATER = {
     "listing": "inspection.listing",
     "probe": "probing",
     "quality": "inspection.quality",
+    "report": "reporting",
+    "report_library": "reporting",
     "save_attention": "probing",
     "speculate": "speculation",
     "start": "starting",

@@ -30,7 +30,7 @@ from kvsnap.cli._output import (
 from kvsnap.cli._run import accept_option, prompt_of
 from kvsnap.errors import InputError
 from kvsnap.inspection.effects import VERDICTS, YARDSTICKS, Effect, Quality
-from kvsnap.inspection.quality import stored_bytes
+from kvsnap.inspection.quality import ROUNDED, stored_bytes
 from kvsnap.results import Table
 
 __all__ = ["COMMANDS"]
@@ -49,6 +49,10 @@ _SOURCES = {
     "--codec", "codec_names", type=click.Choice([c.name for c in codecs.CODECS.values()]), multiple=True,
     help="Compare with what FILE would be in this codec; repeatable, and no file is written.",
 )  # fmt: skip
+@click.option(
+    "--rounded", type=click.Choice(ROUNDED), multiple=True,
+    help="Compare with FILE rounded to a dtype and back: a yardstick of this model; repeatable.",
+)  # fmt: skip
 @click.option("--text", metavar="TEXT", help="Judge by what the model makes of this text behind the history.")
 @click.option("--text-file", metavar="PATH", help="The same, of the text in a file (- for stdin).")
 @click.option("--text-ids", metavar="IDS", help='The same, of token ids as "1 2 3".')
@@ -66,15 +70,15 @@ _SOURCES = {
 @key_options()
 @json_option
 @examples(
-    "kvsnap quality story.kvsnap --codec q8",
+    "kvsnap quality story.kvsnap --codec q8 --rounded bfloat16",
     "kvsnap quality story.kvsnap small.kvsnap --text-file next-chapter.txt",
     "kvsnap quality story.kvsnap --codec q8 --last 128 --fail-above 0.003",
 )
 def quality(
-    file: str, others: tuple[str, ...], codec_names: tuple[str, ...], text: str | None, text_file: str | None,
-    text_ids: str | None, last: int | None, n_tokens: int, fail_above: float | None, accept: tuple[str, ...],
-    as_csv: bool, as_places: bool, model: str | None, dtype: str | None, attention: str | None, keys: Keys,
-    as_json: bool,
+    file: str, others: tuple[str, ...], codec_names: tuple[str, ...], rounded: tuple[str, ...], text: str | None,
+    text_file: str | None, text_ids: str | None, last: int | None, n_tokens: int, fail_above: float | None,
+    accept: tuple[str, ...], as_csv: bool, as_places: bool, model: str | None, dtype: str | None,
+    attention: str | None, keys: Keys, as_json: bool,
 ) -> None:  # fmt: skip
     """Tell what other encodings of FILE cost the model: KL divergence, agreement, perplexity.
 
@@ -83,8 +87,8 @@ def quality(
     """
     if as_csv + as_places + as_json > 1:
         raise click.UsageError("--csv, --places and --json exclude each other")
-    if not others and not codec_names:
-        raise click.UsageError("give another file to compare FILE with, or --codec")
+    if not others and not codec_names and not rounded:
+        raise click.UsageError("give another file to compare FILE with, or --codec, or --rounded")
     has_text = any(given is not None for given in (text, text_file, text_ids))
     if has_text and last is not None:
         raise click.UsageError("a text and --last exclude each other")
@@ -99,7 +103,7 @@ def quality(
         engine = open_engine(chosen.name, dtype, attention, snapshots[0].identity)
         with progress("comparing") as report:
             found = kvsnap.quality(
-                snapshots[0], snapshots[1:], engine, codec=codec_names, continuation=wanted, last=last,
+                snapshots[0], snapshots[1:], engine, codec=codec_names, rounded=rounded, continuation=wanted, last=last,
                 n_tokens=n_tokens, accept=accept, progress=report,
             )  # fmt: skip
     found = _called(found, files, [stored_bytes(one, key=keys.of(one)) for one in files])

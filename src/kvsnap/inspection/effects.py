@@ -49,9 +49,10 @@ English, 256 tokens of each behind 3,072; November 2026."""
 class Effect:
     """What a model predicts from another cache of the same history, against what it predicts from the reference.
 
-    `name` is a path, `codec q8` or `snapshot`; `codec` its codec where it was encoded for this; `stored_bytes` the
-    length of the file, or of what was encoded, None where there is none and for a session, whose file holds more. `n`
-    places are compared; `n_bad` more are left out because the logits of one side are no numbers there.
+    `name` is a path, `codec q8`, `rounded to bfloat16` or `snapshot`; `codec` its codec where it was encoded for this;
+    `stored_bytes` the length of the file, or of what was encoded, None where there is none and for a session, whose
+    file holds more. `n` places are compared; `n_bad` more are left out because the logits of one side are no numbers
+    there.
 
     Over the n places: KL(reference || other) in nats, its mean (`kl_se`: standard error of the mean, from the spread
     over places, None for one), median, 99th percentile and maximum; `top1` the part of places with the same most

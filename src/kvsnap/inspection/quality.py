@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap import formats
+from kvsnap.codecs import codec_of_name
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.formats import colikv, native
 from kvsnap.identity import compare
@@ -24,11 +25,11 @@ from kvsnap.inspection.checking import non_finite
 from kvsnap.inspection.divergence import Divergence, Prediction, apart, joined, predicted
 from kvsnap.inspection.effects import Named, Quality, effect_of, mean_of, perplexity_of
 from kvsnap.inspection.summary import summarise
-from kvsnap.layout import RandomState, Sampler, SamplerState, Snapshot
+from kvsnap.layout import RandomState, Sampler, SamplerState, Snapshot, Tensor, numpy_dtype
 from kvsnap.protocols import Engine, Progress, Scoring
 from kvsnap.runs import common_length
 
-__all__ = ["MOST_BYTES", "quality", "stored_bytes"]
+__all__ = ["MOST_BYTES", "ROUNDED", "quality", "stored_bytes"]
 
 StrPath = str | os.PathLike[str]
 Source = Snapshot | StrPath
@@ -37,6 +38,8 @@ Ids = npt.NDArray[np.int64]
 
 MOST_BYTES = 4 << 30
 """Bytes of float32 logits of the reference that are held while others are compared; more is refused."""
+ROUNDED = ("bfloat16", "float16")
+"""Dtypes that values can be rounded to, for a yardstick."""
 _FEW = 100
 """Places of which a note says that they are few."""
 _GREEDY = SamplerState(Sampler(), RandomState(0))
@@ -57,6 +60,7 @@ def quality(
     engine: Engine,
     *,
     codec: str | Sequence[str] = (),
+    rounded: str | Sequence[str] = (),
     continuation: str | Sequence[int] | None = None,
     last: int | None = None,
     n_tokens: int = 256,
@@ -66,11 +70,12 @@ def quality(
     """Tell what other encodings of a history cost the model, against the reference: KL, agreement, perplexity.
 
     `reference` and `others` are snapshots, or paths of files, of the same tokens. `codec` names codecs that the
-    reference is encoded with in memory, as a file would hold it: `quality(snapshot, (), engine, codec="q8")`. The text
-    behind the history is `continuation` (text or ids), or with `last` the last so many tokens of the history itself,
-    which every cache is cut by; without either it is what the model generates from the reference, always its most
-    probable token. Of a text no more than `n_tokens` places are compared. The first id of it is only evaluated: how
-    probable it is stands in logits that were there before.
+    reference is encoded with in memory, as a file would hold it: `quality(snapshot, (), engine, codec="q8")`; `rounded`
+    dtypes (`bfloat16`, `float16`) that the values which a lossy codec takes are rounded to and back, as a yardstick of
+    this model. The text behind the history is `continuation` (text or ids), or with `last` the last so many tokens of
+    the history itself, which every cache is cut by; without either it is what the model generates from the reference,
+    always its most probable token. Of a text no more than `n_tokens` places are compared. The first id of it is only
+    evaluated: how probable it is stands in logits that were there before.
 
     The engine must be that of the snapshots: identity is checked as `restore` does, `accept` takes fields on. Its live
     sequence is untouched, and takes memory beside the one cache that is evaluated and 4 x places x vocabulary bytes of
@@ -82,8 +87,8 @@ def quality(
     """
     able = _able(engine)
     given = [others] if isinstance(others, Snapshot | str | os.PathLike) else list(others)
-    codecs = [codec] if isinstance(codec, str) else list(codec)
-    if not given and not codecs:
+    codecs, dtypes = ([names] if isinstance(names, str) else list(names) for names in (codec, rounded))
+    if not given and not codecs and not dtypes:
         raise InputError("nothing to compare the reference with: give another cache, or a codec")
     if continuation is not None and last is not None:
         raise InputError("a text of its own and the last tokens of the history exclude each other")
@@ -91,6 +96,7 @@ def quality(
         raise InputError("n_tokens is too small", expected="1 or more", found=n_tokens)
     whole, named = _opened(reference)
     opened = [(whole, named), *(_opened(one) for one in given), *(_encoded(whole, one) for one in codecs)]
+    opened += [_rounded(whole, one) for one in dtypes]
     caches, known = _aligned([cache for cache, _ in opened], last)
     with able.aside():
         notes = _checked([cache for cache, _ in opened], able, accept)
@@ -138,6 +144,27 @@ def _encoded(snapshot: Snapshot, codec: str) -> tuple[Snapshot, Named]:
     data = native.dumps(snapshot, codec=codec)
     found = native.loads(data)
     return found, Named(name=f"codec {codec}", codec=codec, stored_bytes=len(data), bound=found.bound)
+
+
+def _rounded(snapshot: Snapshot, dtype: str) -> tuple[Snapshot, Named]:
+    """Return a snapshot whose values are rounded to a dtype and back, as far as they are what `q8` stores."""
+    if dtype not in ROUNDED:
+        raise InputError("not a dtype to round to", expected=", ".join(ROUNDED), found=dtype)
+    worst, layers = 0.0, []
+    for layer in snapshot.layers:
+        made = []
+        for tensor in layer.tensors:
+            if not codec_of_name("q8").applies(tensor.spec):
+                made.append(tensor)
+                continue
+            values = tensor.values()
+            with np.errstate(over="ignore", invalid="ignore"):
+                after = values.astype(numpy_dtype(dtype)).astype(values.dtype)
+                off = np.abs(np.asarray(after, dtype=np.float32) - np.asarray(values, dtype=np.float32))
+            worst = max(worst, float(np.nanmax(off, initial=0)))
+            made.append(Tensor(tensor.spec, after, start=tensor.start, bound=tensor.bound))
+        layers.append(replace(layer, tensors=tuple(made)))
+    return replace(snapshot, layers=tuple(layers)), Named(name=f"rounded to {dtype}", bound=worst)
 
 
 def _aligned(caches: Sequence[Snapshot], last: int | None) -> tuple[list[Snapshot], tuple[int, ...]]:
