@@ -57,6 +57,7 @@ TOP = {
     "filing",
     "branching",
     "journalling",
+    "reporting",
     "starting",
     "sweeping",
     "__init__",

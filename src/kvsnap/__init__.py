@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         convert,
         dumps,
         generate,
+        growth,
         inspect,
         join,
         load,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from kvsnap.inspection.differences import Diff
     from kvsnap.inspection.effects import Quality
     from kvsnap.inspection.exporting import head_table
-    from kvsnap.inspection.growing import growth
     from kvsnap.inspection.growth import Growth
     from kvsnap.inspection.listing import listing
     from kvsnap.inspection.quality import quality
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kvsnap.library import Library
     from kvsnap.probing import inspect_attention, probe, save_attention
     from kvsnap.protocols import Engine, Token
+    from kvsnap.reporting import ReportFile, report, report_library
     from kvsnap.session import Session
     from kvsnap.speculation import Speculated, Speculation, speculate
     from kvsnap.starting import Started, start
@@ -74,6 +75,7 @@ __all__ = [
     "Library",
     "LossReport",
     "Quality",
+    "ReportFile",
     "Restored",
     "Rope",
     "Sampler",
@@ -108,6 +110,8 @@ __all__ = [
     "quality",
     "remove",
     "repair",
+    "report",
+    "report_library",
     "restore",
     "reuse",
     "save",
@@ -134,6 +138,7 @@ _LATER = {
     "Diff": "inspection.differences",
     "Library": "library",
     "Quality": "inspection.effects",
+    "ReportFile": "reporting",
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
@@ -141,12 +146,13 @@ _LATER = {
     "branch": "branching",
     "diff": "inspection.comparing",
     "draft_of": "drafts",
-    "growth": "inspection.growing",
     "head_table": "inspection.exporting",
     "inspect_attention": "probing",
     "listing": "inspection.listing",
     "probe": "probing",
     "quality": "inspection.quality",
+    "report": "reporting",
+    "report_library": "reporting",
     "save_attention": "probing",
     "speculate": "speculation",
     "start": "starting",

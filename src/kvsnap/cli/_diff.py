@@ -157,6 +157,8 @@ def _short_table(found: Diff, by: str) -> tuple[Table, str]:
         ranked = sorted((row for row in whole.rows if row[2]), key=lambda row: -float(row[2] or 0))
         return Table("", whole.columns, tuple(ranked)), "rows with the largest errors, of all layers and heads together"
     items: Sequence[LayerDifference | HeadDifference] = found.layers
+    if not any(layer.n_different is None or layer.n_different for layer in found.layers):
+        items = ()  # nothing but zeros
     names: tuple[str, ...] = _LAYER
     told = "by layer"
     if by == "head":

@@ -22,10 +22,10 @@ from kvsnap.inspection.differences import (
     Side,
     Verdict,
 )
-from kvsnap.inspection.growth import LENGTHS, LayerGrowth, TensorGrowth, kind_of, what_of
+from kvsnap.inspection.growing import layers_of
+from kvsnap.inspection.growth import LENGTHS, LayerGrowth, kind_of
 from kvsnap.inspection.summary import refuse_key, summarise
 from kvsnap.layout import Snapshot
-from kvsnap.tensors import Layer
 
 __all__ = ["growth_of", "opened", "verdict_of"]
 
@@ -89,31 +89,24 @@ def growth_of(
 
 
 def _rules(s: Snapshot, layers: Sequence[int] | None) -> Rules:
-    return tuple(
-        LayerGrowth(
-            index=layer.index, kind=layer.kind, what=what_of(tensors := _tensors(layer), layer.shares), tensors=tensors,
-            shares=layer.shares,
-        )
-        for layer in s.layers
-        if layers is None or layer.index in layers
-    )  # fmt: skip
-
-
-def _tensors(layer: Layer) -> tuple[TensorGrowth, ...]:
-    return tuple(TensorGrowth(kind=kind_of(t.spec), spec=t.spec, fixed_rows=t.n_rows) for t in layer.tensors)
+    return layers_of(layer for layer in s.layers if layers is None or layer.index in layers)
 
 
 def _kinds(s: Snapshot, layers: Sequence[int] | None) -> dict[str, tuple[frozenset[int], float, int]]:
     """Return by kind of tensor the layers that have it, the bytes that one more token adds, and those held."""
     found: dict[str, tuple[frozenset[int], float, int]] = {}
-    for layer, rule in zip(s.layers, _rules(s, None), strict=True):
-        if layers is not None and layer.index not in layers:
-            continue
-        for tensor, grown in zip(layer.tensors, rule.tensors, strict=True):
-            where, per_token, nbytes = found.get(grown.kind, (frozenset(), 0.0, 0))
-            found[grown.kind] = (
-                where | {layer.index}, per_token + grown.per_token(s.n_rows), nbytes + tensor.nbytes
-            )  # fmt: skip
+
+    def add(kind: str, layer: int, per_token: float, nbytes: int) -> None:
+        where, more, held = found.get(kind, (frozenset(), 0.0, 0))
+        found[kind] = where | {layer}, more + per_token, held + nbytes
+
+    for rule in _rules(s, layers):
+        for grown in rule.tensors:
+            add(grown.kind, rule.index, grown.per_token(s.n_rows), 0)
+    for layer in s.layers:
+        if layers is None or layer.index in layers:
+            for tensor in layer.tensors:
+                add(kind_of(tensor.spec), layer.index, 0.0, tensor.nbytes)
     return found
 
 

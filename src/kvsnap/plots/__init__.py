@@ -33,6 +33,7 @@ from kvsnap.plots.pictures import (
     TurnBar,
 )
 from kvsnap.plots.rows import draw_bars, draw_timeline, draw_tree, height_of_rows
+from kvsnap.plots.sheet import WIDTH, Sheet
 
 __all__ = [
     "Bars",
@@ -59,8 +60,8 @@ __all__ = [
     "svg_file",
 ]
 
-_WIDTH = 9.2
-"""Inches."""
+_TITLE = 0.4
+"""Inches of a title above a picture in a file of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def _rows_of(picture: Tree | Timeline) -> tuple[Any, ...]:
     return picture.nodes if isinstance(picture, Tree) else picture.turns
 
 
-_DRAWERS: Mapping[type, Callable[[Any, Mapping[str, str], Any], Callable[[], Hover]]] = {
+_DRAWERS: Mapping[type, Callable[[Any, Sheet], Callable[[], Hover]]] = {
     Bars: draw_bars,
     HeatMap: draw_heat,
     Lines: draw_lines,
@@ -117,13 +118,14 @@ def _draw(picture: Picture, colours: Mapping[str, str], write: Callable[[Any], N
         "hatch.linewidth": 0.7, "image.composite_image": False, "axes.unicode_minus": True,
     }  # fmt: skip
     with mpl.rc_context(settings):
-        figure = Figure(figsize=(_WIDTH, _height(picture)), layout="constrained")
-        hover = _DRAWERS[type(picture)](picture, colours, figure)
+        top = _TITLE if titled else 0.0
+        figure = Figure(figsize=(WIDTH, _height(picture) + top))
+        hover = _DRAWERS[type(picture)](picture, Sheet(figure, colours, top))
         for axes in figure.axes:
             _ink(axes, colours)
         if titled:
-            figure.suptitle(picture.title, x=0.01, ha="left", color=colours[INK], fontweight="bold", fontsize=11.5,
-                            parse_math=False)  # fmt: skip
+            figure.text(0.011, 1 - 0.12 / figure.get_figheight(), picture.title, va="top", color=colours[INK],
+                        fontweight="bold", fontsize=11.5, parse_math=False)  # fmt: skip
         write(figure)
         return hover()
 

@@ -31,13 +31,20 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Rows of marks: arrow keys go along a row and from row to row."""
+    """Rows of marks: arrow keys go along a row and from row to row. In data, texts of a row begin with its `lead`."""
 
     rows: tuple[tuple[Mark, ...], ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready data."""
-        return {"kind": "marks", "rows": [[[*m.box, m.text] for m in row] for row in self.rows if row]}
+        return {"kind": "marks", "rows": [_row(row) for row in self.rows if row]}
+
+
+def _row(row: tuple[Mark, ...]) -> dict[str, Any]:
+    first, last = min(mark.text for mark in row), max(mark.text for mark in row)
+    n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    lead = first[:n]
+    return {"lead": lead, "marks": [[*mark.box, mark.text[len(lead) :]] for mark in row]}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,9 @@ __all__ = ["for_page"]
 _REFERENCES = re.compile(r'(?:href="|url\()#([^")]+)')
 _IDS = re.compile(r'\s+id="([^"]*)"')
 _STYLES = re.compile(r'\s+style="([^"]*)"')
+_PLACES = re.compile(r'(\s(?:d="|transform="(?=translate)))([^"]*)"')
+_LONG = re.compile(r"(\.\d\d)\d+")  # a hundredth of a point is finer than any screen
+_SPACES = re.compile(r"\s*([A-Za-z])\s*")
 _FONT = re.compile(r"(?:(?P<weight>bold|[1-9]00)\s+)?(?P<size>[\d.]+px)")
 
 
@@ -30,6 +33,7 @@ def for_page(text: str, prefix: str) -> str:
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
     text = re.sub(r"\s*\n\s*", "\n", text)
+    text = _PLACES.sub(lambda m: m[1] + _SPACES.sub(r"\1", _LONG.sub(r"\1", m[2])) + '"', text)
     head, rest = text.split(">", 1)
     head = re.sub(r'\s(?:width|height|version|xmlns(?::xlink)?)="[^"]*"', "", head)
     # matplotlib leaves black out, as it is SVG's own default: the dark page needs it said.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from kvsnap.plots.colours import FAINT, INK
 from kvsnap.plots.hover import Grid, Hover, Mark, Marks, box_in, box_of
 from kvsnap.plots.pictures import Floats, HeatMap, Strip, number
+from kvsnap.plots.sheet import WIDTH, Sheet, width_of
 
 __all__ = ["SEQUENTIAL", "draw_heat", "draw_strip", "height_of_heat", "height_of_strip", "norm_of"]
 
@@ -19,6 +19,8 @@ SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
 _ACROSS = 16
 """Tokens in a line of a strip."""
 _TICKS = 14
+_SCALE_ROOM = 1.1
+"""Inches for the scale of colours and its label."""
 
 
 def height_of_heat(picture: HeatMap) -> float:
@@ -29,7 +31,7 @@ def height_of_heat(picture: HeatMap) -> float:
 
 def height_of_strip(picture: Strip) -> float:
     """Return the height in inches."""
-    return 0.9 + 0.3 * max(1, -(-len(picture.tokens) // _ACROSS))
+    return 0.35 + 0.3 * max(1, -(-len(picture.tokens) // _ACROSS))
 
 
 def norm_of(values: Floats, *, logarithmic: bool, diverging: bool) -> Any:
@@ -59,7 +61,11 @@ def _ticks(axis: Any, names: tuple[str, ...], starts: tuple[int, ...]) -> None:
             break
     places = list(range(0, len(names), step))
     shown = [f"{starts[i]:,}" for i in places] if starts else [names[i] for i in places]
-    axis.set_ticks(places, [text if len(text) <= 18 else f"{text[:17]}…" for text in shown])
+    axis.set_ticks(places, [_cut(text) for text in shown])
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 18 else f"{text[:17]}…"
 
 
 def _map_of(name: str) -> Any:
@@ -68,46 +74,56 @@ def _map_of(name: str) -> Any:
     return mpl.colormaps[name].with_extremes(bad=(0, 0, 0, 0))
 
 
-def draw_heat(picture: HeatMap, colours: Mapping[str, str], figure: Any) -> Callable[[], Hover]:
+def draw_heat(picture: HeatMap, sheet: Sheet) -> Callable[[], Hover]:
     """Draw a matrix with its scale of colours."""
-    axes = figure.add_subplot()
+    names = picture.row_names()
+    left = 0.5 + max((width_of(_cut(name)) for name in names), default=0.1)
+    square = None
+    if picture.x == picture.y:
+        square = sheet.height - sheet.top - 0.66
+    axes = sheet.axes(left=left, right=_SCALE_ROOM, width=square)
     values = np.asarray(picture.values, dtype=np.float64)
     if not values.size:
-        axes.text(0.5, 0.5, "nothing to show", ha="center", va="center", transform=axes.transAxes, color=colours[INK])
+        axes.text(0.5, 0.5, "nothing to show", ha="center", va="center", transform=axes.transAxes, color=sheet.ink)
         axes.set_axis_off()
         return lambda: Marks(())
     missing = ~np.isfinite(values)
     if missing.any():
-        axes.patch.set(facecolor="none", edgecolor=colours[FAINT], hatch="////", linewidth=0)
+        axes.patch.set(facecolor="none", edgecolor=sheet.faint, hatch="////", linewidth=0)
     image = axes.imshow(
-        np.ma.masked_array(values, missing), aspect="equal" if picture.x == picture.y else "auto", interpolation="none",
+        np.ma.masked_array(values, missing), aspect="auto", interpolation="none",
         cmap=_map_of(DIVERGING if picture.diverging else SEQUENTIAL),
         norm=norm_of(values, logarithmic=picture.logarithmic, diverging=picture.diverging),
     )  # fmt: skip
     axes.set_xlabel(picture.x)
     axes.set_ylabel(picture.y)
-    _ticks(axes.yaxis, picture.row_names(), ())
-    _ticks(axes.xaxis, picture.column_names(), picture.starts)
-    scale_of(figure, axes, image, picture.scale, colours)
+    _ticks(axes.yaxis, names, ())
+    if picture.ticks:
+        axes.set_xticks([column for column, _ in picture.ticks], [label for _, label in picture.ticks])
+    else:
+        _ticks(axes.xaxis, picture.column_names(), picture.starts)
+    scale_of(sheet, axes, image, picture.scale)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    return lambda: Grid(box_in(figure, axes), picture)
+    return lambda: Grid(box_in(sheet.figure, axes), picture)
 
 
-def scale_of(figure: Any, axes: Any, image: Any, text: str, colours: Mapping[str, str]) -> None:
+def scale_of(sheet: Sheet, axes: Any, image: Any, text: str) -> None:
     """Add the scale of colours at the right."""
-    bar = figure.colorbar(image, ax=axes, pad=0.012, aspect=max(8, 9 * figure.get_figheight() - 9), fraction=0.05)
+    place = axes.get_position()
+    beside = sheet.figure.add_axes((place.x1 + 0.1 / WIDTH, place.y0, 0.16 / WIDTH, place.height))
+    bar = sheet.figure.colorbar(image, cax=beside)
     bar.outline.set_visible(False)
-    bar.set_label(text, color=colours[INK])
-    bar.ax.tick_params(colors=colours[INK], which="both")
+    bar.set_label(text, color=sheet.ink)
+    bar.ax.tick_params(colors=sheet.ink, which="both")
 
 
-def draw_strip(picture: Strip, colours: Mapping[str, str], figure: Any) -> Callable[[], Hover]:
+def draw_strip(picture: Strip, sheet: Sheet) -> Callable[[], Hover]:
     """Draw tokens as cells in lines, coloured by their values."""
     from matplotlib.cm import ScalarMappable  # noqa: PLC0415 # an extra
     from matplotlib.patches import Rectangle  # noqa: PLC0415 # the same
 
-    axes = figure.add_subplot()
+    axes = sheet.axes(left=0.75, right=_SCALE_ROOM, bottom=0.15)
     values = np.asarray(picture.values, dtype=np.float64)
     norm = norm_of(values, logarithmic=picture.logarithmic, diverging=False)
     scale = ScalarMappable(norm, _map_of(SEQUENTIAL))
@@ -119,14 +135,14 @@ def draw_strip(picture: Strip, colours: Mapping[str, str], figure: Any) -> Calla
         axes.add_patch(
             Rectangle(
                 (column + 0.03, line + 0.08), 0.94, 0.84, linewidth=0 if known else 0.8,
-                edgecolor=colours[FAINT], facecolor=(red, green, blue) if known else "none",
-                hatch=None if known else "////",
+                edgecolor=sheet.faint, facecolor=(red, green, blue) if known else "none",
+                hatch=None if known else "////", clip_on=False,
             )
         )  # fmt: skip
         dark = known and 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.18
-        ink = ("#ffffff" if dark else "#000000") if known else colours[INK]
+        ink = ("#ffffff" if dark else "#000000") if known else sheet.ink
         axes.text(column + 0.5, line + 0.52, _short(token), ha="center", va="center", fontsize=7, color=ink,
-                  parse_math=False)  # fmt: skip
+                         parse_math=False)  # fmt: skip
     axes.set_xlim(0, _ACROSS)
     axes.set_ylim(n_lines, 0)
     axes.set_yticks([n + 0.5 for n in range(n_lines)], [f"{picture.first + n * _ACROSS:,}" for n in range(n_lines)])
@@ -134,12 +150,12 @@ def draw_strip(picture: Strip, colours: Mapping[str, str], figure: Any) -> Calla
     axes.tick_params(axis="y", length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    scale_of(figure, axes, scale, picture.scale, colours)
+    scale_of(sheet, axes, scale, picture.scale)
 
     def hover() -> Hover:
         marks = [
             Mark(
-                box_of(figure, axes, i % _ACROSS, i // _ACROSS, i % _ACROSS + 1, i // _ACROSS + 1),
+                box_of(sheet.figure, axes, i % _ACROSS, i // _ACROSS, i % _ACROSS + 1, i // _ACROSS + 1),
                 f"position {picture.first + i:,}, {token}: {number(float(values[i]))}",
             )
             for i, token in enumerate(picture.tokens)

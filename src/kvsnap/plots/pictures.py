@@ -63,7 +63,8 @@ class HeatMap:
 
     `rows` and `columns` name the cells (`layer 3`, `position 128 to 131` are made of `y`, `x` and these). `scale` says
     what the values are, with the unit. `diverging` is for differences: white at 0, as far to both sides. `starts` are
-    the numbers that an axis of bins is labelled with, where `columns` are ranges.
+    the numbers that an axis of bins is labelled with, where `columns` are ranges; `ticks` are columns and their labels,
+    in the place of every so-manieth.
     """
 
     title: str
@@ -74,6 +75,7 @@ class HeatMap:
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     starts: tuple[int, ...] = ()
+    ticks: tuple[tuple[int, str], ...] = ()
     logarithmic: bool = False
     diverging: bool = False
 

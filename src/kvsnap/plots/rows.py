@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from kvsnap.plots.colours import BAD, BARS, FAINT, INK
+from kvsnap.plots.colours import BAD, BARS
 from kvsnap.plots.hover import Hover, Mark, Marks, box_of
 from kvsnap.plots.pictures import Bars, Timeline, Tree, number
+from kvsnap.plots.sheet import WIDTH, Sheet, width_of
 
 __all__ = ["draw_bars", "draw_timeline", "draw_tree", "height_of_rows"]
 
@@ -25,14 +26,18 @@ def _shown(name: str) -> str:
     return name if len(name) <= _LONGEST else f"{name[: half - 1]}…{name[-half:]}"
 
 
-def _open(axes: Any, n: int, colours: Mapping[str, str], axis: str) -> None:
+def _open(axes: Any, n: int, sheet: Sheet, axis: str) -> None:
     axes.set_xlabel(axis)
     axes.set_ylim(max(n, 1) - 0.4, -0.6)
-    axes.grid(axis="x", color=colours[FAINT], linewidth=0.8, zorder=0)
+    axes.grid(axis="x", color=sheet.faint, linewidth=0.8, zorder=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.minorticks_off()
+
+
+def _left(names: list[str]) -> float:
+    return 0.2 + max((width_of(_shown(name)) for name in names), default=0.0)
 
 
 def _names(axes: Any, names: list[str]) -> None:
@@ -41,44 +46,47 @@ def _names(axes: Any, names: list[str]) -> None:
         label.set_parse_math(False)  # a name may hold signs of formulas
 
 
-def _beside(axes: Any, text: str, x: float, y: int, colours: Mapping[str, str]) -> None:
+def _beside(axes: Any, text: str, x: float, y: int, sheet: Sheet) -> None:
     axes.annotate(
-        text, (x, y), xytext=(6, 0), textcoords="offset points", va="center", color=colours[INK], parse_math=False
+        text, (x, y), xytext=(6, 0), textcoords="offset points", va="center", color=sheet.ink, parse_math=False
     )
 
 
-def draw_bars(picture: Bars, colours: Mapping[str, str], figure: Any) -> Callable[[], Hover]:
+def draw_bars(picture: Bars, sheet: Sheet) -> Callable[[], Hover]:
     """Draw horizontal bars with a text beside each."""
-    axes = figure.add_subplot()
     names = list(picture.values)
+    left = _left(names)
+    axes = sheet.axes(left=left)
     values = [value for value, _ in picture.values.values()]
-    fill = [colours[BARS[n - 1]] for n in picture.colours]
+    fill = [sheet.colours[BARS[n - 1]] for n in picture.colours]
     axes.barh(range(len(names)), values, color=fill, height=0.62, zorder=2)
     _names(axes, names)
     if picture.logarithmic:
         axes.set_xscale("log")
         axes.set_xlim(min(values) / 3, max(values) * 12)
     else:
-        axes.set_xlim(0, (max(values, default=0.0) or 1.0) * 1.28)
+        axes.set_xlim(0, sheet.room_for(picture.values.values(), WIDTH - left - 0.2))
     for place, (value, text) in enumerate(picture.values.values()):
-        _beside(axes, text, value, place, colours)
-    _open(axes, len(names), colours, picture.axis)
+        _beside(axes, text, value, place, sheet)
+    _open(axes, len(names), sheet, picture.axis)
 
     def hover() -> Hover:
         left = axes.get_xlim()[0]
         return Marks(tuple(
-            (Mark(box_of(figure, axes, left, i - 0.31, value, i + 0.31), f"{name}: {text}"),)
+            (Mark(box_of(sheet.figure, axes, left, i - 0.31, value, i + 0.31), f"{name}: {text}"),)
             for i, (name, (value, text)) in enumerate(picture.values.items())
         ))  # fmt: skip
 
     return hover
 
 
-def draw_tree(picture: Tree, colours: Mapping[str, str], figure: Any) -> Callable[[], Hover]:
+def draw_tree(picture: Tree, sheet: Sheet) -> Callable[[], Hover]:
     """Draw the names of a forest with lines between them on the left, and their bars on the right."""
-    sides = figure.subplots(1, 2, width_ratios=(1, 1.25), sharey=True)
-    names, axes = sides
     deepest = max((node.depth for node in picture.nodes), default=0)
+    indent = min(0.35, 1.6 / max(1, deepest))
+    wide = min(4.2, 0.3 + max((node.depth * indent + width_of(_shown(node.name)) for node in picture.nodes), default=1))
+    names = sheet.axes(left=0.1, width=wide)
+    axes = sheet.axes(left=wide + 0.2)
     last: dict[int, int] = {}
     for place, node in enumerate(picture.nodes):
         last[node.depth] = place
@@ -86,54 +94,58 @@ def draw_tree(picture: Tree, colours: Mapping[str, str], figure: Any) -> Callabl
             above = last[node.depth - 1]
             names.plot(
                 [node.depth - 0.72, node.depth - 0.72, node.depth - 0.16], [above + 0.32, place, place],
-                color=colours[BARS[2]], linewidth=1.2, solid_capstyle="round",
+                color=sheet.colours[BARS[2]], linewidth=1.2, solid_capstyle="round",
             )  # fmt: skip
         names.text(
-            node.depth - 0.08, place, _shown(node.name), va="center", color=colours[INK], parse_math=False,
+            node.depth - 0.08, place, _shown(node.name), va="center", color=sheet.ink, parse_math=False,
             alpha=0.75 if node.faded else 1,
         )  # fmt: skip
-        axes.barh(place, node.value, color=colours[BARS[2 if node.faded else 0]], height=0.55, zorder=2)
-        _beside(axes, node.text, node.value, place, colours)
-    names.set_xlim(-0.2, deepest + 3)
+        axes.barh(place, node.value, color=sheet.colours[BARS[2 if node.faded else 0]], height=0.55, zorder=2)
+        _beside(axes, node.text, node.value, place, sheet)
+    names.set_xlim(-0.2, wide / indent - 0.2)
+    names.set_ylim(max(len(picture.nodes), 1) - 0.4, -0.6)
     names.set_axis_off()
     axes.set_yticks([])
-    axes.set_xlim(0, (max((node.value for node in picture.nodes), default=0.0) or 1.0) * 1.6)
-    _open(axes, len(picture.nodes), colours, picture.axis)
+    axes.set_xlim(0, sheet.room_for(((n.value, n.text) for n in picture.nodes), WIDTH - wide - 0.4))
+    _open(axes, len(picture.nodes), sheet, picture.axis)
 
     def hover() -> Hover:
-        return Marks(tuple(
-            (Mark(box_of(figure, axes, 0.0, i - 0.31, max(node.value, 0.0), i + 0.31), f"{node.name}: {node.text}"),)
-            for i, node in enumerate(picture.nodes)
-        ))  # fmt: skip
+        rows = []
+        for i, node in enumerate(picture.nodes):
+            box = box_of(sheet.figure, axes, 0.0, i - 0.31, node.value, i + 0.31)
+            rows.append((Mark(box, f"{node.name}: {node.text}"),))
+        return Marks(tuple(rows))
 
     return hover
 
 
-def draw_timeline(picture: Timeline, colours: Mapping[str, str], figure: Any) -> Callable[[], Hover]:
+def draw_timeline(picture: Timeline, sheet: Sheet) -> Callable[[], Hover]:
     """Draw each turn as a bar from the tokens before it to the tokens after it."""
-    axes = figure.add_subplot()
-    longest = max((max(t.before, t.after) for t in picture.turns), default=0) or 1
+    names = [f"{t.name} {t.what}" for t in picture.turns]
+    left = _left(names)
+    axes = sheet.axes(left=left)
     for place, turn in enumerate(picture.turns):
         width = turn.after - turn.before
-        colour = colours[BARS[0]] if turn.complete else colours[BARS[1]]
+        colour = sheet.colours[BARS[0 if turn.complete else 1]]
         if width < 0:
             axes.barh(place, width, left=turn.before, height=0.56, zorder=2, facecolor="none", linewidth=1.1,
-                      edgecolor=colours[BAD], hatch="////")  # fmt: skip
+                      edgecolor=sheet.colours[BAD], hatch="////")  # fmt: skip
         else:
             axes.barh(place, width, left=turn.before, height=0.56, zorder=2, color=colour)
         if not width:
-            axes.plot([turn.after], [place], marker="D", markersize=5, color=colour, zorder=3)
-        _beside(axes, turn.text, max(turn.before, turn.after), place, colours)
+            axes.plot([turn.after], [place], marker="D", markersize=5, color=colour, zorder=3, clip_on=False)
+        _beside(axes, turn.text, max(turn.before, turn.after), place, sheet)
         if place + 1 < len(picture.turns):
-            axes.plot([turn.after, turn.after], [place + 0.28, place + 0.72], color=colours[BARS[2]], linewidth=1)
-    _names(axes, [f"{t.name} {t.what}" for t in picture.turns])
-    axes.set_xlim(0, longest * 1.35)
-    _open(axes, len(picture.turns), colours, "tokens of the history")
+            axes.plot([turn.after, turn.after], [place + 0.28, place + 0.72], color=sheet.colours[BARS[2]], linewidth=1)
+    _names(axes, names)
+    ends = ((float(max(t.before, t.after)), t.text) for t in picture.turns)
+    axes.set_xlim(0, sheet.room_for(ends, WIDTH - left - 0.2))
+    _open(axes, len(picture.turns), sheet, "tokens of the history")
     axes.xaxis.get_major_locator().set_params(integer=True)
 
     def hover() -> Hover:
         return Marks(tuple(
-            (Mark(box_of(figure, axes, t.before, i - 0.31, t.after, i + 0.31),
+            (Mark(box_of(sheet.figure, axes, t.before, i - 0.31, t.after, i + 0.31),
                   f"commit {t.name}, {t.what}: {number(t.before)} to {number(t.after)} tokens; {t.text}"),)
             for i, t in enumerate(picture.turns)
         ))  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -30,8 +31,10 @@ def cards_of_diff(diff: Diff, names: tuple[str, str], *, with_text: bool) -> lis
 
 
 def _verdict(diff: Diff, names: tuple[str, str], *, with_text: bool) -> Card:
-    said: list[Block] = [Claims(tuple((visible(text), None) for text in str(diff).split("\n") if text))]
     tokens = diff.tokens
+    ids = () if with_text else (tokens.token_a, tokens.token_b)
+    words = [text for text in str(diff).split("\n") if text and not _names_one(text, ids)]
+    said: list[Block] = [Claims(tuple((visible(text), None) for text in words))]
     facts = [
         ("a", names[0]), ("b", names[1]), ("tokens in common", f"{tokens.n_common:,} from the start"),
         ("rows of the same input", f"{tokens.n_rows:,}"),
@@ -63,6 +66,11 @@ def _verdict(diff: Diff, names: tuple[str, str], *, with_text: bool) -> Card:
         left = tuple((visible(n.what), visible(n.why)) for n in diff.not_compared)
         said.append(Listing(Table("Not compared", ("what", "why"), left), folded=True))
     return Card("What differs", tuple(said))
+
+
+def _names_one(text: str, ids: Sequence[int | None]) -> bool:
+    """Tell whether one of these ids is in a sentence, with or without commas."""
+    return any(i is not None and re.search(rf"\b(?:{i}|{i:,})\b", text) for i in ids)
 
 
 def _by_head(diff: Diff) -> Card | None:
@@ -130,13 +138,19 @@ def _similarity(diff: Diff, names: tuple[str, str]) -> Card | None:
 def _growth(diff: Diff, names: Sequence[str]) -> Card | None:
     if not diff.growth:
         return None
-    longest = max(diff.a.n_tokens, diff.b.n_tokens, 1)
-    lengths = np.unique(np.geomspace(max(1, longest // 64), max(131072, 2 * longest), 60).astype(np.int64))
-    at = np.array([diff.bytes_at(int(n)) for n in lengths]) / 1e6
-    lines = (Line(f"a: {visible(names[0])}", lengths, at[:, 0]), Line(f"b: {visible(names[1])}", lengths, at[:, 1]))
-    picture = Lines(title="Size of the cache by length", x="tokens", y="MB", lines=lines, logarithmic_x=True,
-                    logarithmic_y=True)  # fmt: skip
-    text = f"For each token more: {size(diff.a.bytes_per_token)} and {size(diff.b.bytes_per_token)}, decoded."
+    blocks: list[Block] = []
+    points = [point for point in diff.lengths if point.n_tokens > 0]
+    if len(points) > 1:
+        lengths = np.array([point.n_tokens for point in points])
+        lines = (
+            Line(f"a: {visible(names[0])}", lengths, np.array([p.nbytes_a for p in points]) / 1e6, marked=True),
+            Line(f"b: {visible(names[1])}", lengths, np.array([p.nbytes_b for p in points]) / 1e6, marked=True),
+        )
+        picture = Lines(title="Size of the cache by length", x="tokens", y="MB", lines=lines, logarithmic_x=True,
+                        logarithmic_y=True)  # fmt: skip
+        text = f"For each token more: {size(diff.a.bytes_per_token)} and {size(diff.b.bytes_per_token)}, decoded."
+        blocks.append(Figure("diff-growth", picture, text))
     columns = ("kind", "layers_a", "layers_b", "per_token_a", "per_token_b", "nbytes_a", "nbytes_b")
     rows = tuple(tuple(getattr(g, c) for c in columns) for g in diff.growth)
-    return Card("Growth", (Figure("diff-growth", picture, text), Listing(Table("By kind", columns, rows), folded=True)))
+    blocks.append(Listing(Table("By kind", columns, rows)))
+    return Card("Growth", tuple(blocks))

@@ -12,7 +12,7 @@ from kvsnap.layout import Snapshot
 from kvsnap.plots import Bars, Timeline, TurnBar
 from kvsnap.reports.escaping import visible
 from kvsnap.reports.page import Block, Card, Facts, Figure, Listing, Note, Quote, Text, Tiles
-from kvsnap.reports.words import count, size, when
+from kvsnap.reports.words import count, size, unit_of, when
 from kvsnap.results import Table
 from kvsnap.session import Turn
 
@@ -32,6 +32,12 @@ def fidelity_of(summary: Summary) -> str:
     return "off by an unknown amount" if math.isinf(summary.bound) else f"off by up to {summary.bound:.3g}"
 
 
+def _fidelity_tile(summary: Summary) -> tuple[str, str]:
+    if summary.exact:
+        return "exact", "every value as the engine held it"
+    return ("?" if math.isinf(summary.bound) else f"≤ {summary.bound:.3g}"), "off, at the most, of a value"
+
+
 def overview(summary: Summary, *, with_text: bool) -> Card:
     """Return what the file is."""
     per_token = sum(layer.bytes_per_token for layer in summary.layers if layer.kind != "none")
@@ -41,7 +47,7 @@ def overview(summary: Summary, *, with_text: bool) -> Card:
         (size(summary.tensor_bytes), "cache, decoded"),
         (size(per_token), "for each token more"),
         (count(summary.num_layers, "layer"), f"of {summary.architecture or 'an unknown model'}"),
-        (fidelity_of(summary), "fidelity of the values"),
+        (*_fidelity_tile(summary),),
     ))  # fmt: skip
     blocks: list[Block] = [tiles]
     blocks += [Note(visible(text), bad=True) for text in summary.damage]
@@ -132,11 +138,15 @@ def sizes(summary: Summary) -> Card | None:
     if not summary.stored or not summary.tensor_bytes:
         return None
     bars = {}
+    scale, unit = unit_of(max(stored.stored for stored in summary.stored.values()))
     for name, stored in summary.stored.items():
         bound = "exact" if not stored.bound else f"bound {stored.bound:.3g}"
-        bars[visible(name)] = (stored.stored / 1e6, f"{size(stored.stored)} of {size(stored.decoded)} decoded, {bound}")
+        bars[visible(name)] = (
+            stored.stored / scale,
+            f"{size(stored.stored)} of {size(stored.decoded)} decoded, {bound}",
+        )
     blocks: list[Block] = [
-        Figure("sizes", Bars("Stored bytes by encoding", "MB", bars, tuple(1 + i % 3 for i in range(len(bars)))))
+        Figure("sizes", Bars("Stored bytes by encoding", unit, bars, tuple(1 + i % 3 for i in range(len(bars)))))
     ]
     rows = tuple(
         (visible(g.text), len(g.layers), g.bytes_per_token, g.state_bytes, g.decoded, g.stored) for g in summary.groups
@@ -147,7 +157,7 @@ def sizes(summary: Summary) -> Card | None:
     return Card("Sizes", tuple(blocks))
 
 
-def turns_of(turns: Sequence[Turn], stops: Mapping[int, str]) -> Card | None:
+def turns_of(turns: Sequence[Turn]) -> Card | None:
     """Return the history of a session: each commit, with what it added or took away."""
     if not turns:
         return None
@@ -156,7 +166,7 @@ def turns_of(turns: Sequence[Turn], stops: Mapping[int, str]) -> Card | None:
     for turn in turns:
         change = turn.n_tokens - before
         written = turn.offset - previous.offset if previous is not None else turn.offset
-        words = [f"{change:+,} tokens", size(max(0, written)), stops.get(turn.commit, "")]
+        words = [f"{change:+,} tokens", size(max(0, written)), "" if turn.complete else "cut off"]
         bars.append(TurnBar(
             name=str(turn.commit), before=before, after=turn.n_tokens, what=turn.operation, complete=turn.complete,
             text=visible(", ".join(word for word in words if word)),

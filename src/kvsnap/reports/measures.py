@@ -32,21 +32,28 @@ _BY_HEAD = (
     ),
     (
         "outlier_ratio",
-        "largest channel against the median",
+        "outlier ratio",
         "Root mean square of the strongest channel against the median one. Coarse quantisation loses such channels.",
     ),
 )
 
 
-def cards_of(statistics: Statistics, pieces: Sequence[str] | None) -> list[Card]:
-    """Return the cards of one file. `pieces` are the texts of its tokens, None: they are not to be shown."""
+def cards_of(statistics: Statistics, pieces: Sequence[str] | None, *, with_text: bool) -> list[Card]:
+    """Return the cards of one file. `pieces` are the texts of its tokens, None: they are not to be shown.
+
+    Without `with_text` no id of a token is told.
+    """
     cards = [_findings(statistics)]
     roles = [role for role in statistics.roles if _rows(statistics, role)]
-    cards += [card for card in (_by_head(statistics, roles), _distributions(statistics)) if card is not None]
-    cards += [card for card in (_channels(statistics, roles), _by_place(statistics), _alike(statistics)) if card]
-    if pieces is not None:
-        cards += [card for card in (tokens_of(statistics, pieces),) if card is not None]
-    return cards
+    made = (
+        _by_head(statistics, roles),
+        _distributions(statistics),
+        _channels(statistics, roles),
+        _by_place(statistics, with_text=with_text),
+        _alike(statistics),
+        None if pieces is None else tokens_of(statistics, pieces),
+    )
+    return cards + [card for card in made if card is not None]
 
 
 def _rows(statistics: Statistics, role: str) -> bool:
@@ -133,8 +140,9 @@ def _channels(statistics: Statistics, roles: Sequence[str]) -> Card | None:
             line = lines[layer]
             values[place, : len(line)] = line
         picture = HeatMap(
-            title=f"Channels: {role_name(role)}", x="channel", y="layer", scale="against the median channel",
+            title=f"Channels: {role_name(role)}", x="channel", y="layer", scale="times the median channel",
             values=values, rows=tuple(map(str, layers)), columns=tuple(names), logarithmic=True,
+            ticks=_heads_at(names),
         )  # fmt: skip
         text = (
             "Root mean square of each channel against the median channel of its head. Bright columns are outlier "
@@ -142,6 +150,13 @@ def _channels(statistics: Statistics, roles: Sequence[str]) -> Card | None:
         )  # fmt: skip
         blocks.append(Figure(f"channels-{role}", picture, text))
     return Card("Outlier channels", tuple(blocks)) if blocks else None
+
+
+def _heads_at(names: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    """Return the columns that heads begin at, at most 16 of them, with their labels."""
+    starts = [i for i, name in enumerate(names) if name.startswith("0 of ")]
+    step = -(-len(starts) // 16) or 1
+    return tuple((i, names[i].removeprefix("0 of ")) for i in starts[::step]) if len(starts) > 1 else ()
 
 
 def _channel_lines(mine: Sequence[Channels]) -> tuple[list[str], dict[int, Floats]]:
@@ -165,7 +180,7 @@ def _channel_lines(mine: Sequence[Channels]) -> tuple[list[str], dict[int, Float
     return names[:longest], lines
 
 
-def _by_place(statistics: Statistics) -> Card | None:
+def _by_place(statistics: Statistics, *, with_text: bool) -> Card | None:
     blocks: list[Block] = []
     for norms in statistics.norms:
         picture = _place_map(norms)
@@ -177,7 +192,7 @@ def _by_place(statistics: Statistics) -> Card | None:
         )  # fmt: skip
         blocks.append(Figure(f"positions-{norms.role}", picture, text))
     if statistics.sinks:
-        columns = ("row", "token", "n_layers", "value_ratio", "key_ratio")
+        columns = ("row", *(("token",) if with_text else ()), "n_layers", "value_ratio", "key_ratio")
         rows = tuple(tuple(getattr(s, c) for c in columns) for s in statistics.sinks)
         blocks.append(Listing(Table("Rows that may be attention sinks", columns, rows)))
     return Card("Along the sequence", tuple(blocks)) if blocks else None

@@ -33,13 +33,13 @@
   const gap = (from, size, at) => Math.max(from - at, 0, at - from - size);
   const marksOf = (data) => ({
     rows: data.rows.length,
-    cells: (r) => data.rows[r].length,
-    box: (r, c) => data.rows[r][c].slice(0, 4),
-    say: (r, c) => data.rows[r][c][4],
+    cells: (r) => data.rows[r].marks.length,
+    box: (r, c) => data.rows[r].marks[c].slice(0, 4),
+    say: (r, c) => data.rows[r].lead + data.rows[r].marks[c][4],
     at: (x, y) => {
       let best = null;
       let least = 40;
-      data.rows.forEach((row, r) => row.forEach((mark, c) => {
+      data.rows.forEach((row, r) => row.marks.forEach((mark, c) => {
         const far = Math.hypot(gap(mark[0], mark[2], x), gap(mark[1], mark[3], y));
         if (far < least) [best, least] = [[r, c], far];
       }));

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 
 from kvsnap.plots import Picture, drawn
-from kvsnap.reports.escaping import data, escaped, slug, visible
+from kvsnap.reports.escaping import data, escaped, slug
 from kvsnap.results import Table, text_of
 
 __all__ = [
@@ -157,10 +157,11 @@ def html_of(page: Page, progress: Callable[[int, int], None] | None = None) -> s
     )
     count = _Count(sum(1 for _ in figures_of(page)), progress)
     ids = _ids([group.title for group in page.groups])
-    links = "".join(
-        f'<li><a href="#{name}">{escaped(group.title)}</a></li>' for name, group in zip(ids, page.groups, strict=True)
-    )
-    navigation = f'<nav aria-label="Parts of this page"><ul>{links}</ul></nav>' if len(ids) > 1 else ""
+    targets = [(name, group.title) for name, group in zip(ids, page.groups, strict=True)]
+    if len(targets) == 1:  # then to its cards
+        targets = [(f"{ids[0]}-{n}", card.title) for n, card in enumerate(page.groups[0].cards, 1)]
+    links = "".join(f'<li><a href="#{name}">{escaped(title)}</a></li>' for name, title in targets)
+    navigation = f'<nav aria-label="Parts of this page"><ul>{links}</ul></nav>' if len(targets) > 1 else ""
     body = "".join(_group(group, name, count) for name, group in zip(ids, page.groups, strict=True))
     notes = "".join(_block(note, "", count) for note in page.notes)
     foot = f"<footer><p>{escaped(page.foot)}</p></footer>" if page.foot else ""
@@ -260,9 +261,7 @@ def _table(table: Table, *, caption: bool) -> str:
         for c, kind in zip(table.columns, kinds, strict=True)
     )
     body = "".join(
-        "<tr>"
-        + "".join(f"<td{k}>{escaped(visible(text_of(v)))}</td>" for v, k in zip(row, kinds, strict=True))
-        + "</tr>"
+        "<tr>" + "".join(f"<td{k}>{escaped(_cell(v))}</td>" for v, k in zip(row, kinds, strict=True)) + "</tr>"
         for row in table.rows[:_ROWS]
     )
     more = len(table.rows) - _ROWS
@@ -272,6 +271,13 @@ def _table(table: Table, *, caption: bool) -> str:
         f'<div class="table" tabindex="0" role="region" aria-label="{escaped(table.title)}"><table>{title}'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{rest}"
     )
+
+
+def _cell(value: str | float | bool | None) -> str:
+    """Return a cell for people; a float that is a whole number as one."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return text_of(value)
 
 
 def _is_number(value: object) -> bool:

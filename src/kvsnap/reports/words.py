@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-__all__ = ["ROLES", "count", "role_name", "share", "size", "when"]
+__all__ = ["ROLES", "count", "role_name", "share", "size", "unit_of", "when"]
 
 ROLES = {
     "k": "keys", "v": "values", "latent": "latent rows", "rope": "rope rows", "index": "index rows",
@@ -27,6 +27,14 @@ def size(n_bytes: float) -> str:
             return f"{value:,.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:,.1f} TB"
+
+
+def unit_of(n_bytes: float) -> tuple[float, str]:
+    """Return a unit that suits so many bytes: how many bytes it has, and its name."""
+    for size_, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if n_bytes >= size_:
+            return size_, name
+    return 1.0, "B"
 
 
 def count(number: int, what: str) -> str:

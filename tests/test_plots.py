@@ -1,0 +1,184 @@
+"""Pictures as plain data: what is drawn, where its values stand, and what their table says."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from kvsnap.plots import (
+    Bars,
+    Drawn,
+    Grid,
+    HeatMap,
+    Histogram,
+    Histograms,
+    Line,
+    Lines,
+    Marks,
+    Node,
+    Picture,
+    Strip,
+    Timeline,
+    Tree,
+    TurnBar,
+    drawn,
+    png,
+    svg_file,
+)
+from kvsnap.plots.hover import quantised
+from kvsnap.plots.matrices import norm_of
+
+NASTY = '</svg><script>alert("1")</script> $x_{1}$ & \\frac{1}{2} $'
+
+
+def pictures() -> dict[str, Picture]:
+    values = np.arange(12, dtype=np.float64).reshape(3, 4)
+    values[1, 2] = np.nan
+    edges = np.linspace(-1, 1, 6)
+    return {
+        "bars": Bars("Sizes", "MB", {NASTY: (3.0, "3 MB"), "q8": (1.0, "1 MB")}, (1, 2)),
+        "heat": HeatMap(title=NASTY, x="layer", y="head", scale=NASTY, values=values),
+        "diverging": HeatMap(title="d", x="a", y="b", scale="c", values=values - 5, diverging=True),
+        "logarithmic": HeatMap(title="d", x="a", y="b", scale="c", values=values, logarithmic=True),
+        "lines": Lines(title="Growth", x="tokens", y="MB", lines=(
+            Line(NASTY, np.array([1, 10, 100]), np.array([1.0, 10.0, np.nan])),
+            Line("b", np.array([1, 10, 100]), np.array([2.0, 20.0, 200.0]), marked=True),
+        ), logarithmic_x=True, logarithmic_y=True),
+        "histograms": Histograms(title="h", x="value", panels=(
+            (NASTY, (
+                Histogram("k", edges, np.array([1, 2, 9, 2, 1])), Histogram("v", edges, np.array([0, 0, 5, 0, 0])),
+            )),
+            ("layer 1", (Histogram("k", edges, np.zeros(5)),)),
+        )),
+        "strip": Strip(title="t", scale="norm", tokens=(NASTY, "b", "c" * 40), values=np.array([1.0, np.nan, 3.0])),
+        "tree": Tree(title="Forks", axis="MB", nodes=(
+            Node(name="root", depth=0, value=3, text="3 MB"),
+            Node(name=NASTY, depth=1, value=0, text="0 B", faded=True),
+        )),
+        "timeline": Timeline(title="Turns", turns=(
+            TurnBar(name="1", before=0, after=10, what="append", text=NASTY),
+            TurnBar(name="2", before=10, after=4, what="truncate", text="-6", complete=False),
+            TurnBar(name="3", before=4, after=4, what="reset", text="0"),
+        )),
+    }  # fmt: skip
+
+
+NAMES = list(pictures())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_svg_for_a_page_has_its_colours_and_no_styles(name: str) -> None:
+    text = drawn(pictures()[name], "p-").svg
+    assert text.startswith("<svg")
+    ET.fromstring(text)  # noqa: S314 # our own
+    assert " style=" not in text
+    assert "<style" not in text
+    assert "<script" not in text
+    assert "#0102" not in text
+    assert "currentColor" in text
+    assert "http" not in text
+    for used in re.findall(r"url\(#([^)]*)\)", text):
+        assert used.startswith("p-")
+        assert f'id="{used}"' in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_are_png_and_svg(name: str) -> None:
+    picture = pictures()[name]
+    assert png(picture).startswith(b"\x89PNG")
+    text = svg_file(picture)
+    ET.fromstring(text)  # noqa: S314 # our own
+    assert b"<script" not in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_picture_says_its_numbers_as_a_table(name: str) -> None:
+    table = pictures()[name].table()
+    assert table.rows
+    assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_the_grid_of_a_heat_map_is_where_its_image_is() -> None:
+    made = drawn(pictures()["heat"])
+    assert isinstance(made.hover, Grid)
+    box = re.search(r'<svg[^>]*viewBox="0 0 ([\d.]+) ([\d.]+)"', made.svg)
+    assert box is not None
+    left, top, width, height = made.hover.box
+    assert left > 0
+    assert left + width < float(box[1])
+    assert top > 0
+    assert top + height < float(box[2])
+    # The drawing itself says where it put the image, by what it clips it with.
+    clips = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"/>\s*</clipPath>', made.svg)
+    assert any(np.allclose(list(map(float, clip)), made.hover.box, atol=0.06) for clip in clips)
+
+
+def test_marks_of_lines_stand_on_the_line() -> None:
+    made = drawn(Lines(title="g", x="n", y="MB", lines=(Line("a", np.arange(3), np.array([0.0, 5.0, 10.0]), True),)))
+    assert isinstance(made.hover, Marks)
+    (row,) = made.hover.rows
+    assert [mark.text for mark in row] == ["n 0: 0 MB", "n 1: 5 MB", "n 2: 10 MB"]
+    (x0, y0, *_), (x1, y1, *_), (x2, y2, *_) = (mark.box for mark in row)
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
+    assert y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
+    assert y0 > y1 > y2  # a page counts from the top
+    drawn_at = [tuple(map(float, pair)) for pair in re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)"', made.svg)]
+    assert any(abs(x - x1) < 0.3 and abs(y - y1) < 0.3 for x, y in drawn_at)
+
+
+def test_values_of_a_grid_have_four_digits_and_gaps_are_none() -> None:
+    values = np.array([[1.23456, np.nan, np.inf, -np.inf, 123456.7, 0.0]])
+    data = drawn(HeatMap(title="t", x="x", y="y", scale="s", values=values)).hover.to_dict()
+    assert data["values"] == [1.235, None, "infinite", "minus infinite", 123500, 0]
+    assert quantised(2.0) == 2
+
+
+def test_texts_of_a_row_share_their_beginning_and_lose_nothing() -> None:
+    made: Drawn = drawn(pictures()["histograms"])
+    assert isinstance(made.hover, Marks)
+    for row, data in zip([r for r in made.hover.rows if r], made.hover.to_dict()["rows"], strict=True):
+        assert [m.text for m in row] == [data["lead"] + m[4] for m in data["marks"]]
+    texts = [mark.text for row in made.hover.rows for mark in row]
+    assert f"{NASTY} k, -0.2 to 0.2: 9 values" in texts
+    assert len(texts) == 6  # bins without values are not pointed at
+
+
+def test_a_wide_heat_map_has_a_table_of_means_over_cells_that_have_values() -> None:
+    values = np.arange(100, dtype=np.float64)[None, :].repeat(2, axis=0)
+    values[0, :5] = np.nan
+    values[1, 1] = np.nan
+    table = HeatMap(title="t", x="position", y="layer", scale="s", values=values).table()
+    assert len(table.columns) == 1 + 20
+    assert table.columns[1] == "position 0 to 4"
+    assert table.rows[0][1] is None
+    assert table.rows[1][1] == pytest.approx((0 + 2 + 3 + 4) / 4)
+    assert table.rows[0][-1] == pytest.approx(97)
+    assert "means of 5" in table.title
+
+
+def test_scales_survive_what_is_no_number() -> None:
+    for values in (np.full((2, 2), np.nan), np.zeros((2, 2)), np.array([[np.inf, 1.0]]), np.array([[-1.0, -2.0]])):
+        for logarithmic in (False, True):
+            for diverging in (False, True):
+                norm = norm_of(values, logarithmic=logarithmic, diverging=diverging)
+                assert norm.vmin < norm.vmax
+                drawn(HeatMap(title="t", x="x", y="y", scale="s", values=values, logarithmic=logarithmic,
+                              diverging=diverging))  # fmt: skip
+
+
+def test_a_diverging_scale_has_zero_in_its_middle() -> None:
+    norm = norm_of(np.array([-1.0, 5.0]), logarithmic=False, diverging=True)
+    assert norm(0.0) == 0.5
+
+
+def test_a_cell_without_a_value_is_hatched_and_one_with_is_not() -> None:
+    values = np.ones((2, 2))
+    whole = drawn(HeatMap(title="t", x="x", y="y", scale="s", values=values)).svg
+    values[0, 0] = np.nan
+    assert "<pattern" in drawn(HeatMap(title="t", x="x", y="y", scale="s", values=values)).svg
+    assert "<pattern" not in whole

@@ -1,0 +1,374 @@
+"""Reports: what is on a page, that its numbers are those of the file, and that what a file says is only text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from synthetic import DATA, snapshot
+
+pytest.importorskip("matplotlib")
+
+import kvsnap
+from kvsnap.errors import FormatError, InputError, MissingError
+from kvsnap.reports.escaping import data, escaped, slug, visible
+from kvsnap.session import Session
+
+EVIL = "</script><img src=x onerror=alert(1)>\u202e\x00\x1b[31m $x_{1}$ 'q' \"q\" &amp; "
+
+
+class Page(HTMLParser):
+    """What a page is made of, for looking into it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.data: dict[str, Any] = {}
+        self.scripts: list[str] = []
+        self.styles: list[str] = []
+        self._inside = ""
+        self._id = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.tags.append((tag, found))
+        if tag in ("script", "style"):
+            self._inside = "json" if found.get("type") == "application/json" else tag
+            self._id = found.get("id") or ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("script", "style"):
+            self._inside = ""
+
+    def handle_data(self, text: str) -> None:
+        if self._inside == "json":
+            self.data[self._id.removesuffix("-data")] = json.loads(text)
+        elif self._inside == "script":
+            self.scripts.append(text)
+        elif self._inside == "style":
+            self.styles.append(text)
+        else:
+            self.text += text
+
+    def said(self) -> str:
+        """All that it says: text, what a pointer is told, and what a screen reader is."""
+        attributes = [str(v) for _, found in self.tags for name, v in found.items() if name not in ("d", "href")]
+        return " ".join([self.text, json.dumps(self.data), *attributes])
+
+    def figure(self, name: str) -> dict[str, Any]:
+        """The data of the figure of this name."""
+        ids = [a.get("id") for t, a in self.tags if t == "div" and a.get("class") == "plot"]
+        names = [a.get("data-name") for t, a in self.tags if t == "figure"]
+        found: dict[str, Any] = self.data[str(ids[names.index(name)])]
+        return found
+
+
+def page_of(path: str | Path = "r.html") -> Page:
+    return Page(Path(path).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def session(path: str, **fields: Any) -> None:
+    with Session.open(path) as opened:
+        for n in (9, 14):
+            opened.append(snapshot(range(1, n + 1), start=0 if n == 9 else 9, layers=3, heads=2, dim=4, **fields))
+        opened.truncate(9)
+
+
+def test_a_report_of_a_session_has_all_its_parts() -> None:
+    session("s.kvsnap", text="hello there", metadata={"title": "the title"})
+    made = kvsnap.report("s.kvsnap", "r.html")
+    assert made.nbytes == Path("r.html").stat().st_size
+    assert Path("r.html").stat().st_mode & 0o777 == 0o600
+    assert not made.problems
+    names = [f.name for f in made.figures]
+    for name in ("sizes", "turns", "growth", "on-disk", "mean-norm-k", "mean-norm-v", "effective-rank-k", "channels-v",
+                 "distributions", "positions-k", "similarity-k", "tokens-k-0"):  # fmt: skip
+        assert name in names, name
+    page = page_of()
+    assert "hello there" in page.text
+    assert "the title" in page.text
+    turns = [m["lead"] + "".join(str(x) for x in m["marks"][0][4:]) for m in page.figure("turns")["rows"]]
+    assert any("append: 0 to 9 tokens" in t for t in turns)
+    assert any("truncate: 14 to 9 tokens" in t for t in turns)
+
+
+def test_norms_on_the_page_are_those_of_the_file() -> None:
+    taken = snapshot(range(1, 22), layers=3, heads=2, dim=4)
+    kvsnap.save(taken, "s.kvsnap")
+    kvsnap.report("s.kvsnap", "r.html")
+    page = page_of()
+    for role in "kv":
+        grid = page.figure(f"mean-norm-{role}")
+        expected = [
+            [np.linalg.norm(held.tensor(role).array[head].astype(np.float64), axis=-1).mean() for held in taken.layers]
+            for head in range(2)
+        ]  # fmt: skip
+        found = np.array(grid["values"], dtype=float).reshape(2, 3)
+        assert np.allclose(found, expected, rtol=1e-3)
+        assert grid["rows"] == ["0", "1"]
+        assert not np.allclose(found[::-1], expected, rtol=1e-3)  # heads in another order would be noticed
+        along = page.figure(f"positions-{role}")
+        rows = np.stack([
+            np.linalg.norm(layer.tensor(role).array.astype(np.float64), axis=-1).mean(axis=0) for layer in taken.layers
+        ])  # fmt: skip
+        shown = np.array(along["values"], dtype=float).reshape(rows.shape)
+        assert np.allclose(shown, rows, rtol=1e-3)
+        assert not np.allclose(np.roll(shown, 1, axis=1), rows, rtol=1e-3)  # a position off by one would be noticed
+        strip = page.figure(f"tokens-{role}-0")
+        texts = [row["lead"] + mark[4] for row in strip["rows"] for mark in row["marks"]]
+        assert texts[3].startswith("position 3, 4: ")
+        assert float(texts[3].rsplit(": ", 1)[1]) == pytest.approx(rows[:, 3].mean(), rel=1e-3)
+
+
+GOLDEN = [
+    "mlxkv/v6_f32_special_values.mlxkv", "mlxkv/v6_ragged_heads.mlxkv", "mlxkv/v6_empty.mlxkv", "tiny_messages.kvsnap",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_files_of_any_format_are_reported(name: str) -> None:
+    made = kvsnap.report(DATA / name, "r.html")
+    page = page_of()
+    assert not made.problems
+    taken = kvsnap.load(DATA / name)
+    assert f"{len(taken.tokens):,}" in page.text
+    for found in made.figures:
+        page.figure(found.name)
+    if not any(f.name == "mean-norm-k" for f in made.figures):
+        return
+    grid = page.figure("mean-norm-k")
+    values = np.array(grid["values"], dtype=object).reshape(len(grid["rows"]), len(grid["columns"]))
+    for column, layer in enumerate(map(int, grid["columns"])):
+        for head in range(len(grid["rows"])):
+            held = taken.head(layer, head)
+            value = values[head, column]
+            if held is None or not len(held.k):
+                assert value is None
+                continue
+            good = held.k[np.isfinite(held.k).all(axis=-1)].astype(np.float64)
+            if len(good):
+                assert value == pytest.approx(np.linalg.norm(good, axis=-1).mean(), rel=2e-3)
+            else:
+                assert value is None
+
+
+def test_several_files_are_compared_with_the_first() -> None:
+    taken = snapshot(range(1, 22), layers=2, heads=2, dim=16)
+    kvsnap.save(taken, "exact.kvsnap")
+    kvsnap.save(taken, "q8.kvsnap", codec="q8")
+    made = kvsnap.report(["exact.kvsnap", "q8.kvsnap"], "r.html")
+    page = page_of()
+    assert "exact.kvsnap and q8.kvsnap" in page.text
+    grid = page.figure("diff-relative-error-k")
+    other = kvsnap.load("q8.kvsnap")
+    expected = [
+        [
+            np.linalg.norm(a.tensor("k").array[head] - b.tensor("k").array[head])
+            / np.linalg.norm(a.tensor("k").array[head])
+            for a, b in zip(taken.layers, other.layers, strict=True)
+        ]
+        for head in range(2)
+    ]  # fmt: skip
+    assert np.allclose(np.array(grid["values"], dtype=float).reshape(2, 2), expected, rtol=2e-3)
+    assert np.min(expected) > 0
+    assert "growth-compared" in [f.name for f in made.figures]
+    ids = [a["id"] for _, a in page.tags if a.get("id")]
+    assert len(ids) == len(set(ids))
+
+
+# -- safety ------------------------------------------------------------------------------------------------------------
+
+
+def hostile(path: str) -> None:
+    taken = snapshot(
+        range(1, 9), layers=2, text=EVIL * 3, metadata={"title": EVIL, EVIL: EVIL},
+        messages=({"role": EVIL, "content": EVIL}, {"role": "user", "content": [{"type": "text", "text": EVIL}]}),
+        architecture=EVIL.replace("\x00", ""),
+    )  # fmt: skip
+    kvsnap.save(taken, path)
+
+
+def test_nothing_from_a_file_is_markup() -> None:
+    hostile("s.kvsnap")
+    kvsnap.report("s.kvsnap", "r.html", title=EVIL, names=[EVIL], detokenize=lambda ids: EVIL)
+    text = Path("r.html").read_text(encoding="utf-8")
+    page = Page(text)
+    kvsnap.save(snapshot(range(1, 9), layers=2), "plain.kvsnap")
+    assert "img" not in [tag for tag, _ in page.tags]
+    assert len(page.scripts) == 1
+    assert not [a for _, a in page.tags if any(name.startswith("on") or name == "style" for name in a)]
+    assert "\u202e" not in text
+    assert "\x00" not in text
+    assert "\x1b" not in text
+    assert "\\u202e" in page.text
+    assert "<img src=x onerror=alert(1)>" in page.text  # shown as what it is
+
+
+def test_the_policy_of_a_page_names_its_own_script_and_style_and_nothing_else() -> None:
+    kvsnap.save(snapshot(range(1, 9)), "s.kvsnap")
+    kvsnap.report("s.kvsnap", "r.html")
+    page = page_of()
+    (policy,) = [a["content"] for t, a in page.tags if t == "meta" and a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy is not None
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    for name, texts in (("script-src", page.scripts), ("style-src", page.styles)):
+        digest = base64.b64encode(hashlib.sha256("".join(texts).encode()).digest()).decode()
+        assert rules[name] == f"'sha256-{digest}'"
+    assert "unsafe" not in policy
+    assert "http" not in re.sub(r"[^\x00-\x7f]", "", policy.replace("http-equiv", ""))
+    for _, attributes in page.tags:
+        for name in ("src", "href"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:")), value
+
+
+def test_without_text_neither_text_nor_ids_are_in_the_page() -> None:
+    taken = snapshot(
+        [91234, 91235, 91236, 91237, 91238, 91239, 91240, 91241], layers=2, text="the zebra words", n_pending=0,
+        metadata={"title": "zebra title"}, messages=({"role": "user", "content": "the zebra words"},),
+    )  # fmt: skip
+    kvsnap.save(taken, "s.kvsnap")
+    kvsnap.save(snapshot([91234, 91235, 95555], layers=2, text="the zebra other"), "t.kvsnap")
+    kvsnap.report(["s.kvsnap", "t.kvsnap"], "r.html", text=False)
+    kvsnap.report(["s.kvsnap", "t.kvsnap"], "with.html")
+    text, with_text = page_of().said(), page_of("with.html").said()
+    for word in (r"zebra", r"\b9123\d\b", r"\b91,23\d\b", r"\b95,?555\b"):
+        assert not re.search(word, text), word
+    for word in (r"zebra words", r"zebra title", r"\b91234\b"):
+        assert re.search(word, with_text), word
+    assert "were left out" in text
+
+
+def test_escaping() -> None:
+    assert visible("a\u202eb\x07c\n\td") == "a\\u202eb\\u0007c⏎⇥d"
+    assert visible("a\nb", lines=True) == "a\nb"
+    assert escaped('<a b="c">') == "&lt;a b=&quot;c&quot;&gt;"
+    assert visible("\ud800") == "\\ud800"
+    assert json.loads(data({"a": "</script>&\u2028"})) == {"a": "</script>&\u2028"}
+    assert "<" not in data("</script>")
+    assert slug("../../etc/passwd\x00") == "etc-passwd"
+    assert slug("日本") == "part"
+
+
+# -- arguments, damage, pictures ---------------------------------------------------------------------------------------
+
+
+def test_pictures_are_written_as_files() -> None:
+    kvsnap.save(snapshot(range(1, 9), layers=2), "s.kvsnap")
+    made = kvsnap.report("s.kvsnap", "r.html", figures="pictures/of", figure_format="svg", overwrite=True)
+    assert len(made.figures) == len({f.path for f in made.figures}) == len(list(Path("pictures/of").iterdir()))
+    assert all(Path(f.path).read_bytes().startswith(b"<?xml") for f in made.figures)
+    assert made.to_dict()["figures"][0]["path"].startswith("pictures/of/")
+    assert made.tables()[0].rows[0][0] == made.figures[0].name
+
+
+def test_damaged_tensors_are_said_and_the_rest_is_reported() -> None:
+    kvsnap.save(snapshot(range(1, 40), layers=2, heads=4, dim=16), "s.kvsnap")
+    raw = bytearray(Path("s.kvsnap").read_bytes())
+    values = kvsnap.load("s.kvsnap").layers[1].tensor("v").array.tobytes()
+    raw[raw.index(values[:64]) + 3] ^= 1
+    Path("s.kvsnap").write_bytes(raw)
+    made = kvsnap.report("s.kvsnap", "r.html")
+    assert len(made.problems) == 1
+    assert "s.kvsnap" in made.problems[0]
+    page = page_of()
+    assert "What could not be read" in page.text
+    assert "What it is" in page.text
+    assert "mean-norm-k" not in [f.name for f in made.figures]
+
+
+def test_what_cannot_be_written_or_read_is_refused_before_the_work() -> None:
+    kvsnap.save(snapshot(range(1, 9)), "s.kvsnap")
+    Path("there.html").write_text("mine", encoding="utf-8")
+    with pytest.raises(InputError, match="a file of this name"):
+        kvsnap.report("s.kvsnap", "there.html")
+    assert Path("there.html").read_text(encoding="utf-8") == "mine"
+    with pytest.raises(InputError, match="needs a file"):
+        kvsnap.report([], "r.html")
+    with pytest.raises(MissingError):
+        kvsnap.report("s.kvsnap", "no/r.html")
+    with pytest.raises(MissingError):
+        kvsnap.report("gone.kvsnap", "r.html")
+    with pytest.raises(FormatError):
+        kvsnap.report("there.html", "r.html")
+    with pytest.raises(InputError, match="png or svg"):
+        kvsnap.report("s.kvsnap", "r.html", figure_format="pdf")  # type: ignore[arg-type]
+    assert not Path("r.html").exists()
+
+
+def test_a_sample_says_so() -> None:
+    kvsnap.save(snapshot(range(1, 300), layers=2), "s.kvsnap")
+    seen: list[tuple[int, int]] = []
+    kvsnap.report("s.kvsnap", "r.html", sample=40, progress=lambda done, total: seen.append((done, total)))
+    assert "Figures are of a sample" in page_of().text
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_a_library_is_a_tree_with_sizes() -> None:
+    with kvsnap.Library("lib") as library:
+        with library.open("rivers") as opened:
+            opened.append(snapshot(range(1, 30)))
+        library.fork("rivers", "bridges", n_tokens=11)
+        library.pin("rivers")
+        made = kvsnap.report_library(library, "r.html")
+    page = page_of()
+    assert [f.name for f in made.figures] == ["forks", "largest", "ages"]
+    tree = page.figure("forks")["rows"]
+    assert [row["lead"].split(":")[0] for row in tree] == ["rivers", "bridges"]
+    assert "11 tokens" in tree[1]["lead"]
+    assert "would free nothing" in page.text
+    again = kvsnap.report_library("lib", "r.html", overwrite=True)
+    assert [f.name for f in again.figures] == [f.name for f in made.figures]
+
+
+# -- colours -----------------------------------------------------------------------------------------------------------
+
+
+def _themes() -> dict[str, dict[str, str]]:
+    from importlib import resources
+
+    style = (resources.files("kvsnap.reports") / "page.css").read_text(encoding="utf-8")
+    blocks = re.findall(r"color-scheme: (light|dark);([^}]*)}", style)
+    found: dict[str, dict[str, str]] = {}
+    for name, body in blocks:
+        colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", body))
+        assert found.setdefault(name, colours) == colours  # the system's choice and the button's are one
+    return found
+
+
+def _contrast(a: str, b: str) -> float:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_contrasts_are_those_that_wcag_asks_for(theme: str) -> None:
+    colours = _themes()[theme]
+    for ink in ("ink", "quiet", "accent", "good", "bad"):
+        for ground in ("paper", "card", "note"):
+            assert _contrast(colours[ink], colours[ground]) >= 4.5, (ink, ground)
+    for line in [name for name in colours if name.startswith(("line-", "bar-"))]:
+        assert _contrast(colours[line], colours["card"]) >= 3, line
+    assert _contrast("#ffffff", "#000000") == pytest.approx(21)
