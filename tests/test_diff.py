@@ -146,6 +146,10 @@ def test_figures_of_a_quantised_file_are_those_of_plain_numpy(dtype: str, tmp_pa
         assert layer.max_abs == np.abs(x - y).max()
         assert layer.n_different == int((a[name] != b[name]).sum())
         assert (layer.head, layer.row) == np.unravel_index(np.abs(x - y).argmax(), x.shape)[:2]
+    for role in "kv":
+        x, y = (np.stack([side[f"layer{i}.{role}"].astype(np.float64) for i in range(2)]) for side in (a, b))
+        told = next(line for line in found.says if line.startswith("relative error over all layers"))
+        assert f"{role} {np.linalg.norm(x - y) / np.linalg.norm(x):.3g}" in told
     assert found.a.encodings.keys() == {"exact"}
     assert found.b.file_bytes == (tmp_path / "b.kvsnap").stat().st_size
     assert found.b.bound == max(head.bound for head in found.heads)
@@ -732,6 +736,7 @@ def test_shards_are_compared_with_the_same_shard_only() -> None:
 def test_a_layer_can_be_picked() -> None:
     found = diff(BASE, BASE, layers=[1])
     assert {x.layer for x in found.layers} == {1}
+    assert "only layers 1 were compared" in found.says
     with pytest.raises(InputError, match="neither side has this layer"):
         diff(BASE, BASE, layers=[7])
 

@@ -202,6 +202,9 @@ def _print(found: Diff, by: str, limit: int) -> None:
         sides.add_row(name, *map(escape, _side(side)))
     show_table(sides)
     print(f"\n{found}")
+    small, large = sorted((found.a.file_bytes or 0, found.b.file_bytes or 0))
+    if small and large / small > 1.01:
+        print(f"{'b' if found.b.file_bytes == small else 'a'} is {large / small:.2f} times smaller on disk")
     _print_place(found)
     made, told = _short_table(found, by)
     if made.rows:

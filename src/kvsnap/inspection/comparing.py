@@ -58,8 +58,9 @@ def diff(
     `a` and `b` are files of any format or snapshots; a session is taken at its last commit, or at `commit_a`,
     `commit_b`. Rows are compared by their place, as far as both have the same input: the same ids and positions from
     the first on. With `all_rows` those behind are compared as well; their inputs are not the same. `layers` keeps these
-    layers only. `similar` computes linear CKA between all layers; None: where the models are not the same.
-    `detokenize` turns ids into the text around the first that differs. `progress` is told (done, total) bytes.
+    layers only, and the verdict is of them. `similar` computes linear CKA between all layers; None: where the models
+    are not the same. `detokenize` turns ids into the text around the first that differs. `progress` is told (done,
+    total) bytes.
 
     Raise `InputError` for a layer that neither side has, or a shard that is compared with anything but the same shard
     of another cache; what `load` raises, and `DamagedError` for bytes that are not as they were written.
@@ -84,7 +85,7 @@ def diff(
     same_input = left.n_rows == right.n_rows == aligned.n_rows
     verdict, says = verdict_of(
         aligned, by_layer, heads, other := tuple(besides.others_of(left, right, aligned.n_rows, layers)), fields,
-        out.all(), other_shape=other_shape, all_rows=all_rows,
+        out.all(), other_shape=other_shape, all_rows=all_rows, only=layers,
     )  # fmt: skip
     growth, lengths, rules = growth_of(left, right, layers)
     return Diff(
