@@ -84,7 +84,7 @@ def test_every_command_explains_itself_with_examples(kv: Call) -> None:
     assert set(root.commands) == {
         "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo",
         "convert", "fork", "compact", "rewind", "ls", "find", "rm", "rename", "pin", "unpin", "prune", "collect",
-        "doctor", "repair", "keygen", "split", "join", "edit", "serve", "attention", "quality", "chat",
+        "doctor", "repair", "keygen", "split", "join", "edit", "serve", "attention", "quality", "chat", "growth",
         "diff", "stats",
     }  # fmt: skip
     for name, command in root.commands.items():

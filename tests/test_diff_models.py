@@ -106,6 +106,8 @@ def test_codes_are_compared_with_unquantised_rows(backend: str) -> None:
         assert x.relative_error == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a))
     assert any(o.name.startswith("quantisation of layers") for o in found.others)
     assert diff(codes, codes).identical
+    assert {g.kind for g in found.growth} == {"full", "codes"}
+    assert found.bytes_at(10_000)[1] < found.bytes_at(10_000)[0]
 
 
 @pytest.mark.parametrize("name", [n for n in ("deepseek_v3", "deepseek_v32") if n in KNOWN])
@@ -224,6 +226,10 @@ def test_people_are_told_what_differs(kv: Call) -> None:
     assert (code, err) == (1, "")
     assert "all values within the stored bound of each other" in out
     assert len([line for line in out.splitlines() if " attention " in line]) == 6
+    assert "b is " in out
+    assert " times smaller on disk" in out
+    code, out, _ = kv("exact", "exact")
+    assert (code, "the same bits, and the same in all else" in out, "by layer" in out) == (0, True, False)
     code, out, _ = kv("exact", "small", "--by", "head", "--limit", 3)
     assert "9 more (--limit 0)" in out
     code, out, _ = kv("exact", "other", "--model", "model")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         convert,
         dumps,
         generate,
+        growth,
         inspect,
         join,
         load,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from kvsnap.inspection.differences import Diff
     from kvsnap.inspection.effects import Quality
     from kvsnap.inspection.exporting import head_table
-    from kvsnap.inspection.growing import growth
     from kvsnap.inspection.growth import Growth
     from kvsnap.inspection.listing import listing
     from kvsnap.inspection.quality import quality
@@ -146,7 +146,6 @@ _LATER = {
     "branch": "branching",
     "diff": "inspection.comparing",
     "draft_of": "drafts",
-    "growth": "inspection.growing",
     "head_table": "inspection.exporting",
     "inspect_attention": "probing",
     "listing": "inspection.listing",

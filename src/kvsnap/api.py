@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,6 +14,8 @@ from kvsnap.editing import Rope
 from kvsnap.engines.connect import connect
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.filing import LossReport, convert, dumps, inspect, load, loads, repair, save, verify
+from kvsnap.inspection import Growth, growing
+from kvsnap.inspection.configuration import read_configuration
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine, Progress, Token
 from kvsnap.restoring import Restored, check, ids_of, restore, reuse
@@ -28,6 +31,7 @@ __all__ = [
     "convert",
     "dumps",
     "generate",
+    "growth",
     "inspect",
     "join",
     "load",
@@ -72,6 +76,58 @@ def capture(
         return replace(snapshot, text=engine.detokenize(snapshot.tokens))
     except InputError:  # no tokenizer: ids are all there is
         return snapshot
+
+
+def growth(
+    source: str | os.PathLike[str] | Snapshot | Engine | Mapping[str, Any],
+    *,
+    lengths: Iterable[int] | None = None,
+    dtype: str | None = None,
+    encoder_rows: int | None = None,
+    key: bytes | None = None,
+    check: Snapshot | Engine | bool = False,
+) -> Growth:
+    """Tell how a cache grows with the length of its sequence: bytes per token, and totals at each of `lengths`.
+
+    `source` is a cache file of any format (a session tells its turns too), a snapshot, an engine, or a configuration:
+    the path of a `config.json` or of a model directory, or its settings as a mapping. No tensor is read, no model is
+    loaded. `lengths` are 1,024, 8,192, 32,768 and 131,072 tokens where none are given. What is there is compared with
+    the figures (`Growth.checked`): the tensors of a file or an engine with the rule that they should follow, and with
+    what the settings say that they were made with.
+
+    A configuration is compared with `check`: a capture, an engine, or True for a model of these settings that
+    transformers runs without weights, shapes alone (as large as it is, in seconds, without its memory). `dtype`
+    replaces that of the rows of a configuration; `encoder_rows` is the length of the encoder's output, which
+    cross-attention keeps rows of. Raise as `load` does for files, `InputError` for a length below 0 and for settings
+    that are missing, `UnsupportedError` naming what is not understood in a configuration, or a model that cannot be run
+    without weights.
+    """
+    if isinstance(check, bool):
+        made = growing.growth(source, lengths=lengths, dtype=dtype, encoder_rows=encoder_rows, key=key)
+        return _checked_without_weights(source, made) if check else made
+    return growing.growth(source, lengths=lengths, dtype=dtype, encoder_rows=encoder_rows, key=key, check=check)
+
+
+_LONGEST_PASS = 16384
+"""Positions of one pass without weights; a longer window is not filled."""
+
+
+def _checked_without_weights(source: Any, made: Growth) -> Growth:
+    from kvsnap.engines._tf_shapes import FEW, shapes_of  # needs the extra
+
+    if made.source_kind != "configuration":
+        raise InputError(
+            "only a configuration is checked by a model without weights",
+            expected="a config.json", found=f"a {made.source_kind}",
+        )  # fmt: skip
+    config = source if isinstance(source, Mapping) else read_configuration(source)
+    tensors = [tensor for layer in made.layers for tensor in layer.tensors]
+    window = max((t.spec.window for t in tensors), default=0)
+    states = any(t.kind == "state" for t in tensors)  # a scan takes a step for each position
+    more = window + 1 if window and not states and window <= _LONGEST_PASS else 1
+    layers, count = shapes_of(config, made.dtype, max(more, FEW))
+    found = growing.compared("a model without weights", made.layers, layers, count)
+    return replace(made, checked=(*made.checked, found))
 
 
 def remove(

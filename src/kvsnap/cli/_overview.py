@@ -8,7 +8,7 @@ __all__ = ["Overview"]
 
 _SECTIONS = (
     ("Run a model", "chat generate resume sweep serve attention quality check demo"),
-    ("Look at a file", "info cat log head stats diff verify report"),
+    ("Look at a file", "info cat log head growth stats diff verify report"),
     ("Go back and branch", "truncate rewind reset fork compact"),
     ("Change, convert and mend", "convert edit split join repair keygen"),
     ("The library", "ls find rename rm pin unpin prune collect doctor"),

@@ -232,7 +232,12 @@ def _tensors(a: Snapshot, b: Snapshot, n_rows: int, layers: Sequence[int] | None
         differing: Mapping[str, list[int]] = {v: where for v, where in verdicts.items() if v != "equal"}
         for verdict, where in (differing or verdicts).items():
             told_a = f"layers {numbers_text(where)}" if verdict != "equal" else ""
-            yield OtherDifference(name=f"{role} tensors", verdict=verdict, a=told_a)  # type: ignore[arg-type]
+            yield OtherDifference(
+                name=f"{role} tensors",
+                verdict=verdict,  # type: ignore[arg-type] # the keys are verdicts
+                a=told_a,
+                of_cache=True,
+            )
 
 
 def _is_held(tensor: Tensor) -> bool:
@@ -252,8 +257,9 @@ def _layouts(a: Snapshot, b: Snapshot, layers: Sequence[int] | None) -> Iterator
     for (name, one, other), where in found.items():
         unknown = name in ("rope", "pairing", "num_query_heads") and "unknown" in (one, other)
         yield OtherDifference(
-            name=f"{name} of layers {numbers_text(where)}", verdict="unknown" if unknown else "differ", a=one, b=other
-        )
+            name=f"{name} of layers {numbers_text(where)}", verdict="unknown" if unknown else "differ", a=one, b=other,
+            of_cache=True,
+        )  # fmt: skip
 
 
 def _layout(layer: Layer) -> dict[str, str]:

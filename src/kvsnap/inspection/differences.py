@@ -274,12 +274,16 @@ class LogitsDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherDifference:
-    """Something beside keys and values: `verdict`, and both sides as short text."""
+    """Something beside keys and values: `verdict`, and both sides as short text.
+
+    `of_cache`: it is part of what layers hold or how they hold it, as dtypes and row numbers are.
+    """
 
     name: str
     verdict: Same
     a: str = ""
     b: str = ""
+    of_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +338,9 @@ class Diff(Result):
     @property
     def same_cache(self) -> bool:
         """True when the caches are the same bits of the same tokens, all of them, whatever is beside them."""
-        return self.identical or (self.verdict == "besides" and not self.not_compared)
+        held = not any(other.of_cache and other.verdict not in ("equal", "unknown") for other in self.others)
+        whole = not self.not_compared and self.tokens.relation == "same"
+        return self.identical or (self.verdict == "besides" and held and whole)
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -146,10 +146,10 @@ granitemoehybrid : 32 32 - - 4096 2048 : mamba_n_heads=128 mamba_d_state=256 mam
     mamba_expand=2
 helium : 24 20 20 128 2560 4096
 jamba : 32 32 8 - 4096 262144 : mamba_d_state=16 mamba_d_conv=4 mamba_expand=2 attn_layer_period=8 attn_layer_offset=4
-jetmoe : 12 - 16 - 2048 4096 : kv_channels=128
+jetmoe : 12 - 16 128 2048 4096
 kimi_linear : 27 32 - - 2304 1048576 : kv_lora_rank=512 qk_rope_head_dim=64 linear_conv_kernel_dim=4
     linear_head_dim=128 linear_num_heads=32
-led : 12 16 - - 1024 -
+led : 12 16 - - 1024 1024
 lfm2 : 32 32 8 - 2560 128000 : conv_L_cache=3
 lfm2_moe : 32 32 8 - 2048 128000 : conv_L_cache=3
 llama granite hunyuan_v1_dense olmo olmo2 granitemoe hunyuan_v1_moe : 32 32 - - 4096 2048
@@ -199,12 +199,12 @@ qwen3_vl_text : 32 32 32 128 4096 128000
 seed_oss : 64 80 8 128 4096 524288
 smollm3 : 36 16 4 - 2048 32768 : no_rope_layer_interval=4
 solar_open : 48 64 8 128 4096 131072
-speech_to_text : 6 4 - - 256 -
+speech_to_text : 6 4 - - 256 1024
 stablelm : 32 32 32 - 2560 4096
 starcoder2 : 30 24 2 - 3072 4096
 t5_gemma_module : 26 8 4 256 2304 8192 : sliding_window=4096
 t5 longt5 : 6 8 - 64 512 -
-whisper : 4 6 - - 384 - : max_source_positions=1500
+whisper : 4 6 - - 384 448 : max_source_positions=1500
 xglm : 24 16 - - 1024 2048
 zamba : 76 16 16 - 3712 4096 : mamba_d_state=16 mamba_d_conv=4 mamba_expand=2 n_mamba_heads=2 attn_layer_period=6
     attn_layer_offset=4

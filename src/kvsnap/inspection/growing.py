@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from kvsnap import formats
 from kvsnap.errors import FormatError, InputError, UnsupportedError
 from kvsnap.files import Reader
 from kvsnap.formats import native
+from kvsnap.formats.native.turns import walk
 from kvsnap.identity import Identity
 from kvsnap.inspection.configuration import Configured, configured, read_configuration
 from kvsnap.inspection.growth import (
@@ -32,7 +33,6 @@ from kvsnap.inspection.summary import refuse_key
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Described, Engine
 from kvsnap.quantised import Quantisation
-from kvsnap.session import Session
 from kvsnap.tensors import INPUT_NAMES, Layer, Tensor
 
 __all__ = ["compared", "growth", "layers_of"]
@@ -112,18 +112,24 @@ def _is_cache(path: Path) -> bool:
     return False
 
 
+_RECORD, _FOOTER = 64, 64  # spec sections 3 and 11
+
+
 def _history(path: Path) -> tuple[TurnGrowth, ...]:
     with Reader(path) as reader:
         if not native.is_session(reader):
             return ()
-    with Session.open(path, create=False, readonly=True) as session:
-        return tuple(
-            TurnGrowth(
-                commit=turn.commit, operation=turn.operation, n_tokens=turn.n_tokens, n_rows=turn.n_rows,
-                file_bytes=turn.offset, time_ns=turn.time_ns,
-            )
-            for turn in session.history
-        )  # fmt: skip
+    found = []
+    with closing(native.NativeFile.open(path, mapped=False)) as file:
+        for commit, offset in walk(file.commit, file.end.footer.commit_offset, file.header, file.reader):
+            end = offset + _RECORD + len(commit.pack()) + _FOOTER
+            found.append(
+                TurnGrowth(
+                    commit=commit.number, operation=commit.operation_name, n_tokens=commit.n_tokens,
+                    n_rows=commit.n_rows, file_bytes=end, time_ns=commit.time_ns,
+                )
+            )  # fmt: skip
+    return tuple(reversed(found))
 
 
 def _of_snapshot(snapshot: Snapshot, name: str, kind: str) -> Growth:

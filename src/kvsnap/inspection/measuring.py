@@ -166,34 +166,41 @@ def _block(heads: Sequence[_Head], a: Array, b: Array, first_row: int, rows: ByR
             cosine = np.einsum("hrd,hrd->hr", left, right) / np.sqrt(a2) / np.sqrt(b2)
         cosine = np.where(d2 == 0, 1.0, np.where((a2 == 0) | (b2 == 0), 0.0, np.clip(cosine, -1.0, 1.0)))
         np.abs(d, out=d)
-        _errors(heads, other, d, d2, a2, first_row)
+        largest = d.max(axis=2, initial=0.0)
+        _errors(heads, other, d, largest, np.where(d2 == 0, 0.0, _ratio(d2, a2)), first_row)
+        for one, squares in zip(heads, d2.sum(axis=1).tolist(), strict=True):
+            one.d2 += squares
         rows.d2[place] += d2.sum(axis=0)
-        rows.largest[place] = np.maximum(rows.largest[place], d.max(axis=(0, 2), initial=0.0))
+        rows.largest[place] = np.maximum(rows.largest[place], largest.max(axis=0, initial=0.0))
     rows.cosine[place] += cosine.sum(axis=0)
-    for i, one in enumerate(heads):
-        one.a2 += float(a2[i].sum())
-        one.b2 += float(b2[i].sum())
-        one.cosines += float(cosine[i].sum())
-        one.least_cosine = min(one.least_cosine, float(cosine[i].min(initial=1.0)))
+    figures = a2.sum(axis=1), b2.sum(axis=1), cosine.sum(axis=1), cosine.min(axis=1, initial=1.0)
+    for one, own, others, cosines, least in zip(heads, *(f.tolist() for f in figures), strict=True):
+        one.a2 += own
+        one.b2 += others
+        one.cosines += cosines
+        one.least_cosine = min(one.least_cosine, least)
 
 
-def _errors(heads: Sequence[_Head], other: Array, d: Floats, d2: Floats, a2: Floats, first_row: int) -> None:
-    """Add a block in which bits differ; `d` are absolute values."""
+def _ratio(d2: Floats, a2: Floats) -> Floats:
     with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = np.where(d2 == 0, 0.0, np.sqrt(d2) / np.sqrt(a2))
-    largest, totals, counts = d.max(axis=2, initial=0.0), d.sum(axis=(1, 2)), other.sum(axis=(1, 2))
+        return np.asarray(np.sqrt(d2) / np.sqrt(a2))
+
+
+def _errors(heads: Sequence[_Head], other: Array, d: Floats, largest: Floats, ratio: Floats, first_row: int) -> None:
+    """Add a block in which bits differ: `d` are absolute values, `largest` and `ratio` those of each row."""
+    counts, totals = np.count_nonzero(other, axis=(1, 2)), d.sum(axis=(1, 2)).tolist()
+    places, worst = np.argmax(largest, axis=1).tolist(), ratio.max(axis=1, initial=0.0).tolist()
     for i, one in enumerate(heads):
         if not counts[i]:
             continue
         one.n_different += int(counts[i])
         if one.first is None:
             one.first = first_row + int(np.argmax(other[i].any(axis=1)))
-        one.d2 += float(d2[i].sum())
-        one.absolute += float(totals[i])
-        one.worst_row = max(one.worst_row, float(ratio[i].max(initial=0.0)))
-        most = float(largest[i].max(initial=0.0))
+        one.absolute += totals[i]
+        one.worst_row = max(one.worst_row, worst[i])
+        most = float(largest[i, places[i]])
         if most > one.largest:
-            one.largest, one.row = most, first_row + int(np.argmax(largest[i]))
+            one.largest, one.row = most, first_row + places[i]
 
 
 def _leave_out(heads: Sequence[_Head], left: Floats, right: Floats, d: Floats) -> None:
