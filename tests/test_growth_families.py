@@ -226,6 +226,8 @@ def test_a_family_that_is_not_known_is_assumed_or_refused() -> None:
     assert assumed.layers == kvsnap.growth(config).layers
     with pytest.raises(UnsupportedError, match=r"somellm is not known.*kv_lora_rank"):
         kvsnap.growth({**config, "model_type": "somellm", "kv_lora_rank": 8})
+    of_weights = {"quantization_config": {"bits": 4}, "compression_config": {"format": "int"}}
+    assert kvsnap.growth({**config, **of_weights, "model_type": "somellm"}).layers == assumed.layers
     with pytest.raises(InputError, match="names no family"):
         kvsnap.growth({"hidden_size": 8})
 
