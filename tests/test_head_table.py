@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +191,14 @@ def test_parquet_is_typed(tmp_path: Path, shown: Shown) -> None:
     assert parquet.read_table(out)["token"].to_pylist() == [None] * 4 + list(range(104, 111))
 
 
+def test_without_the_extra_parquet_says_what_to_install(
+    tmp_path: Path, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    code, _, err = shown("head", DATA / "tiny.kvsnap", 0, 0, "-o", tmp_path / "x.parquet")
+    assert (code, "kvsnap[tables]" in err, list(tmp_path.iterdir())) == (11, True, [])
+
+
 def test_a_data_frame_has_the_dtypes_of_the_columns() -> None:
     pandas = pytest.importorskip("pandas")
     frame = head_table(strange(), 1, 2).to_pandas()
@@ -271,3 +280,20 @@ def test_the_heads_of_golden_coli_kv_files(entry: dict[str, Any], tmp_path: Path
                     assert np.allclose(held["k"][row], expected, atol=1e-5)
                 else:
                     assert same_bits(held["k"][row], expected)
+
+
+@pytest.mark.parametrize(("kind", "axis"), [("quanto", 0), ("quanto", -1), ("hqq", 1)])
+def test_the_rows_of_a_quantised_layer_are_what_its_codes_stand_for(kind: str, axis: int) -> None:
+    from kvsnap.layout import PositionRun, Run
+    from kvsnap.quantised import Quantisation
+    from test_quantised import GROUP, layer_of
+
+    layer = layer_of(Quantisation(kind, 4, GROUP, axis, axis, 128), 8, 4)
+    made = Snapshot(layers=(layer,), tokens=tuple(range(20, 32)), runs=(Run("prompt", 12),), n_rows=12, token_offset=12,
+                    positions=(PositionRun(0, 12),))  # fmt: skip
+    table = head_table(made, 0, 1)
+    check(table, made, 0, 1)
+    assert table.tokens is not None
+    assert table.tokens.tolist() == list(range(20, 32))
+    some = head_table(made, 0, 1, rows=(6, 10))
+    assert same_bits(some.values["k"], np.ascontiguousarray(table.values["k"][6:10]))

@@ -20,6 +20,7 @@ from crash_disk import in_memory
 from kvsnap.files import Reader
 from kvsnap.formats.colikv import Encoding, Geometry
 from kvsnap.formats.colikv.header import HEADER_SIZE, new_header
+from kvsnap.formats.native.fork import fork_file
 from kvsnap.inspection import Summary
 from kvsnap.layout import Layer, PositionRun, Run, Snapshot, Tensor, TensorSpec
 from kvsnap.session import Session
@@ -65,22 +66,26 @@ def bytes_read() -> int:
     return int(line.split()[1])
 
 
-def told(path: Path, monkeypatch: pytest.MonkeyPatch, *, most: int = 1_000_000) -> Summary:
+def told(path: Path, monkeypatch: pytest.MonkeyPatch, *, most: int = 1_000_000, key: bytes | None = None) -> Summary:
     """The summary of a file; fails when a byte is mapped, or more are read."""
 
     def mapped(reader: Reader) -> memoryview:
         raise AssertionError(f"{reader.path} was mapped")
 
-    kvsnap.inspect(path)  # what is imported at the first call is not counted
+    kvsnap.inspect(path, key=key)  # what is imported at the first call is not counted
     monkeypatch.setattr(Reader, "map", mapped)
     before = bytes_read()
-    found = kvsnap.inspect(path)
+    found = kvsnap.inspect(path, key=key)
     count = bytes_read() - before
     assert count < most, f"{count} bytes of {path.name} were read"
     monkeypatch.undo()
-    assert found.file_bytes == path.stat().st_size > 4 * GIB - (64 << 20)
-    is_sparse(path)
+    assert found.file_bytes == path.stat().st_size
     return found
+
+
+def is_large(path: Path) -> None:
+    assert path.stat().st_size > 4 * GIB - (1 << 20)
+    is_sparse(path)
 
 
 def saved(path: Path, **options: Any) -> None:
@@ -98,6 +103,7 @@ def test_info_on_a_snapshot_of_4_gib(
     path = place / f"a.{ending}"
     saved(path, **options)
     found = told(path, monkeypatch)
+    is_large(path)
     assert (found.n_tokens, found.n_rows, found.num_layers, found.num_heads) == (ROWS, ROWS, LAYERS, HEADS)
     assert found.tensor_bytes == sum(x.decoded for x in found.layers) == 4 * GIB
     assert sum(p.stored for p in found.parts) == 4 * GIB
@@ -110,9 +116,26 @@ def test_info_on_a_session_of_4_gib_in_many_turns(place: Path, monkeypatch: pyte
         for n in range(1, turns + 1):
             session.append(large(n * ROWS // turns, (n - 1) * ROWS // turns), complete=n % 2 == 0)
     found = told(path, monkeypatch)
+    is_large(path)
     assert (found.n_tokens, found.n_spans, found.tensor_bytes) == (ROWS, turns, 4 * GIB)
     assert found.turns is not None
     assert (found.turns.n_live, found.turns.n_complete) == (turns, turns // 2)
+    parent = place / f"{found.file_id}.kvsnap"  # the name under which it can have forks
+    path.rename(parent)
+    fork = told(Path(fork_file(str(parent)).path), monkeypatch)
+    assert fork.fork is not None
+    assert (fork.fork.above_bytes, fork.tensor_bytes, fork.n_tokens) == (parent.stat().st_size, 4 * GIB, ROWS)
+    assert fork.turns is not None
+    assert (fork.turns.n_live, fork.turns.n_inherited) == (turns, turns)
+
+
+def test_info_on_an_encrypted_snapshot_opens_its_tables_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cryptography")
+    path, key = place / "a.kvsnap", bytes(range(32))
+    made = large(256)  # 32 MiB, which are sealed, so no holes
+    kvsnap.save(made, path, key=key, sync=False)
+    assert path.stat().st_size > made.nbytes
+    assert told(path, monkeypatch, most=200_000, key=key).tensor_bytes == made.nbytes == 32 << 20
 
 
 @pytest.mark.parametrize("codec", ["float32", "fp8", "int4"])
@@ -124,6 +147,7 @@ def test_info_on_a_coli_kv_file_of_4_gib(codec: str, place: Path, monkeypatch: p
     path.write_bytes(replace(header, count=n).pack())
     os.truncate(path, HEADER_SIZE + n * header.record_size)
     found = told(path, monkeypatch, most=20_000)
+    is_large(path)
     assert (found.n_tokens, found.num_layers, found.bound > 0) == (n, 61, codec != "float32")
     assert not found.notes
     assert found.stored[codec].stored == n * (header.record_size - 4)

@@ -616,7 +616,8 @@ def test_memory_is_one_tensor_and_some_blocks(tmp_path: Path) -> None:
 
 def test_tables_data_and_html() -> None:
     found = statistics(snapshot_of({"k": drawn(), "v": drawn(seed=1)}))
-    layers, heads = found.tables()
+    layers, heads, words = found.tables()
+    assert [text for kind, text in words.rows if kind == "finding"] == list(found.findings)
     assert layers.to_dicts()[0]["mean"] == found.layers[0].mean
     assert len(heads.rows) == 6
     assert "<table>" in found._repr_html_()

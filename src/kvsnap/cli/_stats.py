@@ -111,8 +111,9 @@ def _sorted(whole: Table, sort: str | None, *, reverse: bool) -> Table:
 
 
 def _print(found: Statistics, whole: Table, by: str, limit: int | None) -> None:
+    name = "".join(c if c.isprintable() else "?" for c in found.architecture)
     print(
-        f"{found.architecture or 'unknown model'}: {count(found.num_layers, 'layer')}, "
+        f"{name or 'unknown model'}: {count(found.num_layers, 'layer')}, "
         f"{count(found.n_tokens, 'token')}, {count(found.n_rows, 'row')}"
     )
     most = (_LIMIT if by in ("channel", "row") else 0) if limit is None else limit

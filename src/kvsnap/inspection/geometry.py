@@ -112,12 +112,17 @@ def _words(same: Sequence[LayerSummary]) -> str:
     states = [role for role in one.roles if role in _STATES]
     if states:
         cross = [role for role in states if role.startswith("cross")]
-        rest = [role for role in states if role not in cross]
+        rest = [role for role in states if role not in cross and (role != "other" or not (cross or one.head_dim))]
         told += ["keys and values of an encoder"] if cross else []
-        told += [f"{', '.join(rest)} states"] if rest else []
+        told += [f"{', '.join(rest)} states{_of_bytes(same)}"] if rest else []
     told += [one.dtype] if one.dtype else []
     told += [quantisation_words(one.quantisation)] if one.quantisation else []
     return f"{n}{name} {layers}{window}: {', '.join(told)}" if told else f"{n}{name} {layers}{window}"
+
+
+def _of_bytes(same: Sequence[LayerSummary]) -> str:
+    sizes = {one.state_bytes for one in same}
+    return f" of {sizes.pop():,} bytes" if len(sizes) == 1 and 0 not in sizes else ""
 
 
 def _rows_words(one: LayerSummary) -> str:

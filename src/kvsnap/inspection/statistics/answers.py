@@ -256,12 +256,13 @@ class Statistics(Result):
         return found
 
     def tables(self) -> tuple[Table, ...]:
-        """Return what is told by layer, by head, and of candidates for sinks."""
+        """Return what is told by layer, by head, of candidates for sinks where there are any, and in words."""
         made = [table_of("layers", self.layers, _OF_LAYERS), self.table("head")]
         if self.sinks:
             columns = ("row", "token", "n_layers", "value_ratio", "key_ratio")
             made.append(table_of("rows that may be attention sinks", self.sinks, columns))
-        return tuple(made)
+        told = (*(("finding", text) for text in self.findings), *(("note", text) for text in self.notes))
+        return (*made, Table("in words", ("kind", "text"), told))
 
     def table(self, by: str) -> Table:
         """Return one table: by `layer` (and role), `head`, `channel`, or `row` of the sequence.

@@ -36,7 +36,7 @@ DIM_LIMIT = 1024
 """Widest row that principal components are told of: their matrix has the square of it in float64."""
 PRODUCT_BYTES = 1 << 28
 """Most memory that the matrices of all heads of a tensor may take; beyond, no principal components are told."""
-RUN_ROWS = 64
+RUN_ROWS = 128
 """Rows in one run of a sample."""
 _SPREAD_VALUES = 1 << 17
 """Values that distribution and entropies are taken of, of one role of one layer."""
