@@ -349,7 +349,9 @@ def test_axe_finds_nothing(browser: Browser, report: Path, scheme: Any) -> None:
         page = Watched(context, report).page
         page.evaluate("[...document.querySelectorAll('details')].slice(0, 8).forEach((d) => { d.open = true; })")
         page.evaluate(script)
-        ask = "axe.run(document, {resultTypes: ['violations'], elementRef: false})"
+        # What has no colour is the same in the dark.
+        rules = ", runOnly: {type: 'rule', values: ['color-contrast', 'document-title']}" if scheme == "dark" else ""
+        ask = f"axe.run(document, {{resultTypes: ['violations'], elementRef: false{rules}}})"
         found = page.evaluate(f"{ask}.then((r) => r.violations.map((v) => [v.id, v.nodes.length, v.nodes[0].html]))")
         assert found == []
         page.evaluate("document.querySelector('.quiet').style.color = 'rgb(200, 200, 200)'; document.title = ''")

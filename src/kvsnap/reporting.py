@@ -97,6 +97,7 @@ class _Options:
     text: bool
     key: Keys
     detokenize: Detokenize | None
+    brief: bool
 
     def key_of(self, path: str) -> bytes | None:
         return self.key(path) if callable(self.key) else self.key
@@ -148,7 +149,7 @@ def report(
         raise InputError("each file needs one name", expected=len(paths), found=len(names))
     _check(out, figures, figure_format, overwrite=overwrite)
     shown = list(names) if names is not None else _names(paths)
-    options = _Options(sample, text, key, detokenize)
+    options = _Options(sample, text, key, detokenize, brief=len(paths) > 1)
     steps = _Steps(2 * len(paths), progress)  # each file, each comparison, and drawing
     told = []
     for name, path in zip(shown, paths, strict=True):
@@ -229,7 +230,8 @@ def _told(name: str, path: str, options: _Options, steps: _Steps) -> _Told:
         found.growth = growth(path, key=key)
         found.cards += cards_of_growth(found.growth)
         measured = statistics(snapshot, sample=options.sample, progress=steps.within)
-        found.cards += cards_of(measured, _pieces(snapshot, options), with_text=options.text)
+        pieces = _pieces(snapshot, options)
+        found.cards += cards_of(measured, pieces, with_text=options.text, brief=options.brief)
         if options.text:
             found.cards += [card for card in (text_of_chat(snapshot),) if card is not None]
     except ExtraMissingError:

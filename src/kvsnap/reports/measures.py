@@ -17,11 +17,11 @@ from kvsnap.results import Table
 
 __all__ = ["cards_of", "tokens_of"]
 
-_COLUMNS = 512
-"""Columns of a heat map at most; neighbours are put together by their mean."""
+_COLUMNS, _FEW_COLUMNS = 512, 256
+"""Columns of a heat map at most, on a page about one file and about several; neighbours are put together."""
 _PANELS = 48
-_TOKENS = 256
-"""Tokens that are shown from each end."""
+_TOKENS, _FEW_TOKENS = 256, 64
+"""Tokens that are shown from each end, on a page about one file and about several."""
 
 _BY_HEAD = (
     ("mean_norm", "mean norm", "Mean Euclidean norm of the rows of each head."),
@@ -38,10 +38,12 @@ _BY_HEAD = (
 )
 
 
-def cards_of(statistics: Statistics, pieces: Sequence[str] | None, *, with_text: bool) -> list[Card]:
+def cards_of(
+    statistics: Statistics, pieces: Sequence[str] | None, *, with_text: bool, brief: bool = False
+) -> list[Card]:
     """Return the cards of one file. `pieces` are the texts of its tokens, None: they are not to be shown.
 
-    Without `with_text` no id of a token is told.
+    Without `with_text` no id of a token is told. `brief` draws fewer columns and tokens: for a page about several.
     """
     cards = [_findings(statistics)]
     roles = [role for role in statistics.roles if _rows(statistics, role)]
@@ -49,9 +51,9 @@ def cards_of(statistics: Statistics, pieces: Sequence[str] | None, *, with_text:
         _by_head(statistics, roles),
         _distributions(statistics),
         _channels(statistics, roles),
-        _by_place(statistics, with_text=with_text),
+        _by_place(statistics, _FEW_COLUMNS if brief else _COLUMNS, with_text=with_text),
         _alike(statistics),
-        None if pieces is None else tokens_of(statistics, pieces),
+        None if pieces is None else tokens_of(statistics, pieces, _FEW_TOKENS if brief else _TOKENS),
     )
     return cards + [card for card in made if card is not None]
 
@@ -180,10 +182,10 @@ def _channel_lines(mine: Sequence[Channels]) -> tuple[list[str], dict[int, Float
     return names[:longest], lines
 
 
-def _by_place(statistics: Statistics, *, with_text: bool) -> Card | None:
+def _by_place(statistics: Statistics, most: int, *, with_text: bool) -> Card | None:
     blocks: list[Block] = []
     for norms in statistics.norms:
-        picture = _place_map(norms)
+        picture = _place_map(norms, most)
         if picture is None:
             continue
         text = (
@@ -198,11 +200,11 @@ def _by_place(statistics: Statistics, *, with_text: bool) -> Card | None:
     return Card("Along the sequence", tuple(blocks)) if blocks else None
 
 
-def _place_map(norms: RowNorms) -> HeatMap | None:
+def _place_map(norms: RowNorms, most: int) -> HeatMap | None:
     values, edges = np.asarray(norms.by_layer, dtype=np.float64), np.asarray(norms.edges)
     if not values.size or not np.isfinite(values).any():
         return None
-    step = -(-values.shape[1] // _COLUMNS)
+    step = -(-values.shape[1] // most)
     if step > 1:
         widths = np.diff(edges)
         starts = np.arange(0, values.shape[1], step)
@@ -237,8 +239,8 @@ def _alike(statistics: Statistics) -> Card | None:
     return Card("Similarity of layers", tuple(blocks)) if blocks else None
 
 
-def tokens_of(statistics: Statistics, pieces: Sequence[str]) -> Card | None:
-    """Return the tokens, coloured by the norms of their rows; the first and the last ones of a long history."""
+def tokens_of(statistics: Statistics, pieces: Sequence[str], most: int) -> Card | None:
+    """Return the tokens, coloured by the norms of their rows; the first and the last `most` of a long history."""
     blocks: list[Block] = []
     for norms in statistics.norms:
         if norms.role not in ("k", "v", "latent"):
@@ -247,14 +249,14 @@ def tokens_of(statistics: Statistics, pieces: Sequence[str]) -> Card | None:
         n = min(len(values), len(pieces))
         if not n:
             continue
-        for first, stop in ((0, n),) if n <= 2 * _TOKENS else ((0, _TOKENS), (n - _TOKENS, n)):
-            part = "" if n <= 2 * _TOKENS else f", positions {first:,} to {stop - 1:,}"
+        for first, stop in ((0, n),) if n <= 2 * most else ((0, most), (n - most, n)):
+            part = "" if n <= 2 * most else f", positions {first:,} to {stop - 1:,}"
             picture = Strip(
                 title=f"Tokens by the norm of their {role_name(norms.role)}{part}", scale="mean norm",
                 tokens=tuple(visible(piece) for piece in pieces[first:stop]), values=values[first:stop], first=first,
                 logarithmic=_is_wide(values[first:stop]),
             )  # fmt: skip
             blocks.append(Figure(f"tokens-{norms.role}-{first}", picture))
-        if n > 2 * _TOKENS:
-            blocks.append(Text(f"{n - 2 * _TOKENS:,} tokens in the middle are left out.", quiet=True))
+        if n > 2 * most:
+            blocks.append(Text(f"{n - 2 * most:,} tokens in the middle are left out.", quiet=True))
     return Card("Token by token", (Text("Mean over layers and heads."), *blocks)) if blocks else None
