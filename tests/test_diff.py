@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,10 @@ def test_figures_of_a_quantised_file_are_those_of_plain_numpy(dtype: str, tmp_pa
         assert layer.max_abs == np.abs(x - y).max()
         assert layer.n_different == int((a[name] != b[name]).sum())
         assert (layer.head, layer.row) == np.unravel_index(np.abs(x - y).argmax(), x.shape)[:2]
+    for role in "kv":
+        x, y = (np.stack([side[f"layer{i}.{role}"].astype(np.float64) for i in range(2)]) for side in (a, b))
+        told = next(line for line in found.says if line.startswith("relative error over all layers"))
+        assert f"{role} {np.linalg.norm(x - y) / np.linalg.norm(x):.3g}" in told
     assert found.a.encodings.keys() == {"exact"}
     assert found.b.file_bytes == (tmp_path / "b.kvsnap").stat().st_size
     assert found.b.bound == max(head.bound for head in found.heads)
@@ -730,8 +736,90 @@ def test_shards_are_compared_with_the_same_shard_only() -> None:
 def test_a_layer_can_be_picked() -> None:
     found = diff(BASE, BASE, layers=[1])
     assert {x.layer for x in found.layers} == {1}
+    assert "only layers 1 were compared" in found.says
     with pytest.raises(InputError, match="neither side has this layer"):
         diff(BASE, BASE, layers=[7])
+
+
+def test_one_tensor_of_each_side_is_in_memory_at_a_time() -> None:
+    alive, most, read = [0], [0], [0]
+
+    class Counted:
+        def __init__(self, values: np.ndarray) -> None:
+            self.values = values
+
+        def array(self) -> np.ndarray:
+            made = self.values.copy()
+            alive[0], read[0] = alive[0] + 1, read[0] + 1
+            most[0] = max(most[0], alive[0])
+            weakref.finalize(made, lambda: alive.__setitem__(0, alive[0] - 1))
+            return made
+
+        def read_into(self, out: np.ndarray) -> None:
+            np.copyto(out, self.values)
+
+    def counted(snapshot: Snapshot) -> Snapshot:
+        layers = tuple(
+            replace(x, tensors=tuple(Tensor(t.spec, Counted(t.array), n_rows=t.n_rows) for t in x.tensors))
+            for x in snapshot.layers
+        )
+        return replace(snapshot, layers=layers)
+
+    found = diff(counted(BASE), counted(BASE), similar=True)
+    assert found.identical
+    assert len(found.similarity) == 2
+    assert (most[0], read[0]) == (2, 2 * 3 * 2)
+    diff(counted(BASE), counted(synthetic.snapshot(range(1, 41), layers=2, heads=3, dim=8)))
+    assert most[0] == 2
+
+
+def named_input(snapshot: Snapshot, ids: list[int]) -> Snapshot:
+    """A snapshot of an encoder-decoder whose encoder was given these ids."""
+    tokens = TensorSpec(id=900, name="encoder.tokens", layer=0, role="other", dtype="int64", axes=("token",),
+                        shape=(0,), growth="static", row_axis=0)  # fmt: skip
+    digest = replace(tokens, id=901, name="encoder.digest", dtype="uint8", axes=("byte",))
+    added = (Tensor(tokens, np.array(ids, np.int64)), Tensor(digest, np.full(16, sum(ids) % 251, np.uint8)))
+    first = snapshot.layers[0]
+    return replace(snapshot, layers=(replace(first, tensors=(*first.tensors, *added)), *snapshot.layers[1:]))
+
+
+def test_rows_of_another_input_of_the_encoder_are_not_compared() -> None:
+    plain = synthetic.snapshot_of_kinds(range(1, 21), ["grow+static"])
+    a, same, other = (named_input(plain, ids) for ids in ([1, 2, 3], [1, 2, 3], [1, 2, 4]))
+    assert diff(a, same).identical
+    assert {h.role for h in diff(a, same).heads} == {"k", "v", "cross_k"}
+    found = diff(a, other)
+    assert found.heads == ()
+    assert "the encoder was given another input" in found.tokens.notes[0]
+    assert ("encoder input", "differ") in [(o.name, o.verdict) for o in found.others]
+    assert any(n.why == "of another input of the encoder" for n in found.not_compared)
+
+
+def test_ids_of_other_tokenizers_are_told() -> None:
+    a = synthetic.snapshot(range(1, 11), text="abcdefghij")
+    other = replace(a.identity, tokenizer="99" * 16)
+    assert "may be other text" in diff(a, replace(a, identity=other)).tokens.notes[0]
+    assert diff(a, replace(a, identity=other)).tokens.n_rows == 10
+    found = diff(a, replace(a, identity=other, text="zzzzzzzzzz"))
+    assert found.tokens.n_rows == 0
+    assert "are other text" in found.tokens.notes[0]
+
+
+def test_text_around_a_difference_comes_from_the_tokenizer() -> None:
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+    a, b = (
+        synthetic.snapshot(list(text.encode()))
+        for text in ("the cost is 5 €, told once", "the cost is 5 ₪, told twice")
+    )
+    told = diff(a, b, detokenize=decode).tokens
+    assert told.first == 16  # inside of the three bytes of the sign
+    assert told.text_before == "the cost is 5 "
+    assert (told.text_a or "").startswith("€, told")
+    assert (told.text_b or "").startswith("₪, told")
+    assert [(r.a, r.b, r.count) for r in told.runs] == [(17, 17, 7), (26, 27, 2)]
+    assert diff(a, b).tokens.text_a is None
 
 
 def test_damage_is_raised(tmp_path: Path) -> None:

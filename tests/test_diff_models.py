@@ -226,6 +226,10 @@ def test_people_are_told_what_differs(kv: Call) -> None:
     assert (code, err) == (1, "")
     assert "all values within the stored bound of each other" in out
     assert len([line for line in out.splitlines() if " attention " in line]) == 6
+    assert "b is " in out
+    assert " times smaller on disk" in out
+    code, out, _ = kv("exact", "exact")
+    assert (code, "the same bits, and the same in all else" in out, "by layer" in out) == (0, True, False)
     code, out, _ = kv("exact", "small", "--by", "head", "--limit", 3)
     assert "9 more (--limit 0)" in out
     code, out, _ = kv("exact", "other", "--model", "model")

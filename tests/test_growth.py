@@ -352,7 +352,11 @@ def test_what_is_wrong_is_said(kv: Call, tmp_path: Path) -> None:
         code, _, err = kv(CONFIGS / "Llama-3.1-8B.json", option, text)
         assert code == 2
         assert option in err
-    assert kv(tmp_path / "none")[0] == 3
+    code, _, err = kv(tmp_path / "none")
+    assert code == 3
+    assert "--model" in err
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    assert kv(tmp_path / "x.gguf")[0] == 2
     (tmp_path / "config.json").write_text('{"model_type": "rwkv"}')
     code, _, err = kv(tmp_path)
     assert code == 12

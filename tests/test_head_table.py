@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -188,6 +189,14 @@ def test_parquet_is_typed(tmp_path: Path, shown: Shown) -> None:
     few = replace(made, tokens=made.tokens[4:], runs=(replace(made.runs[0], count=8),))
     head_table(few, 1, 2).save(out, overwrite=True)
     assert parquet.read_table(out)["token"].to_pylist() == [None] * 4 + list(range(104, 111))
+
+
+def test_without_the_extra_parquet_says_what_to_install(
+    tmp_path: Path, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    code, _, err = shown("head", DATA / "tiny.kvsnap", 0, 0, "-o", tmp_path / "x.parquet")
+    assert (code, "kvsnap[tables]" in err, list(tmp_path.iterdir())) == (11, True, [])
 
 
 def test_a_data_frame_has_the_dtypes_of_the_columns() -> None:

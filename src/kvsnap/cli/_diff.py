@@ -157,6 +157,8 @@ def _short_table(found: Diff, by: str) -> tuple[Table, str]:
         ranked = sorted((row for row in whole.rows if row[2]), key=lambda row: -float(row[2] or 0))
         return Table("", whole.columns, tuple(ranked)), "rows with the largest errors, of all layers and heads together"
     items: Sequence[LayerDifference | HeadDifference] = found.layers
+    if not any(layer.n_different is None or layer.n_different for layer in found.layers):
+        items = ()  # nothing but zeros
     names: tuple[str, ...] = _LAYER
     told = "by layer"
     if by == "head":
@@ -200,6 +202,9 @@ def _print(found: Diff, by: str, limit: int) -> None:
         sides.add_row(name, *map(escape, _side(side)))
     show_table(sides)
     print(f"\n{found}")
+    small, large = sorted((found.a.file_bytes or 0, found.b.file_bytes or 0))
+    if small and large / small > 1.01:
+        print(f"{'b' if found.b.file_bytes == small else 'a'} is {large / small:.2f} times smaller on disk")
     _print_place(found)
     made, told = _short_table(found, by)
     if made.rows:

@@ -17,7 +17,7 @@ from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._model import open_engine
 from kvsnap.cli._names import library_option, resolved, shown
 from kvsnap.cli._output import CheckFailed, count, emit, examples, json_option, remark, show_table, size, table, waiting
-from kvsnap.errors import InputError
+from kvsnap.errors import InputError, MissingError
 from kvsnap.inspection import Growth
 from kvsnap.inspection.growth import LENGTHS
 from kvsnap.protocols import Described
@@ -96,6 +96,12 @@ def _of_source(
     text: str, lengths: Sequence[int], dtype: str | None, encoder_rows: int | None, keys: Keys, *, check: bool
 ) -> Growth:
     path = resolved(text, may_be_new=False)
+    if not os.path.exists(path):
+        raise MissingError(
+            "no such cache file, model directory or config.json; a model is loaded by name with --model", path=path
+        )
+    if path.endswith(".gguf"):
+        raise InputError("a GGUF file is no configuration: --model loads it", path=path)
     with waiting(f"running {text} without weights" if check else f"reading {text}"):
         made = kvsnap.growth(
             path, lengths=lengths, dtype=dtype, encoder_rows=encoder_rows, key=keys.of(path), check=check

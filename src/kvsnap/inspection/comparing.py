@@ -22,7 +22,7 @@ from kvsnap.inspection.differences import (
     Similarity,
 )
 from kvsnap.inspection.measuring import ByRow, Figures, root_mean_square
-from kvsnap.inspection.pairing import LeftOut, Pair, plan
+from kvsnap.inspection.pairing import LeftOut, Pair, Piece, plan
 from kvsnap.inspection.sides import growth_of, opened, verdict_of
 from kvsnap.inspection.values import HeadRows
 from kvsnap.layout import Snapshot
@@ -58,8 +58,9 @@ def diff(
     `a` and `b` are files of any format or snapshots; a session is taken at its last commit, or at `commit_a`,
     `commit_b`. Rows are compared by their place, as far as both have the same input: the same ids and positions from
     the first on. With `all_rows` those behind are compared as well; their inputs are not the same. `layers` keeps these
-    layers only. `similar` computes linear CKA between all layers; None: where the models are not the same.
-    `detokenize` turns ids into the text around the first that differs. `progress` is told (done, total) bytes.
+    layers only, and the verdict is of them. `similar` computes linear CKA between all layers; None: where the models
+    are not the same. `detokenize` turns ids into the text around the first that differs. `progress` is told (done,
+    total) bytes.
 
     Raise `InputError` for a layer that neither side has, or a shard that is compared with anything but the same shard
     of another cache; what `load` raises, and `DamagedError` for bytes that are not as they were written.
@@ -84,7 +85,7 @@ def diff(
     same_input = left.n_rows == right.n_rows == aligned.n_rows
     verdict, says = verdict_of(
         aligned, by_layer, heads, other := tuple(besides.others_of(left, right, aligned.n_rows, layers)), fields,
-        out.all(), other_shape=other_shape, all_rows=all_rows,
+        out.all(), other_shape=other_shape, all_rows=all_rows, only=layers,
     )  # fmt: skip
     growth, lengths, rules = growth_of(left, right, layers)
     return Diff(
@@ -214,13 +215,9 @@ class _Work:
             rows = ByRow.empty(pair.start, pair.stop - pair.start)
             figures = Figures(known["heads_a"])
             for piece in pair.pieces:
-                values = []
-                for name, held in (("a", piece.a), ("b", piece.b)):
-                    first = piece.head - held.first_head
-                    start = piece.start - held.first_row
-                    values.append(self._read(name, held)[first : first + piece.n_heads,
-                                                         start : start + piece.stop - piece.start])  # fmt: skip
-                figures.add(piece.head, values[0], values[1], piece.start, piece.a.bound + piece.b.bound, rows)
+                left, right = self._of_piece("a", piece.a, piece), self._of_piece("b", piece.b, piece)
+                figures.add(piece.head, left, right, piece.start, piece.a.bound + piece.b.bound, rows)
+                del left, right  # not while the next ones are read
             self._heads += figures.heads(pair.layer, pair.role, pair.tokens_per_row)
             self._layers.append(figures.layer(pair.tokens_per_row, **known))
             if pair.grows:
@@ -232,11 +229,14 @@ class _Work:
 
     def _read(self, name: str, rows: HeadRows) -> npt.NDArray[Any]:
         """Return the values of a tensor, kept until another one of that side is wanted."""
-        held = self._last.get(name)
-        if held is None or held[0] is not rows:
+        if name not in self._last or self._last[name][0] is not rows:
             self._last.pop(name, None)  # not two at a time
-            held = self._last[name] = rows, rows.values()
-        return held[1]
+            self._last[name] = rows, rows.values()
+        return self._last[name][1]
+
+    def _of_piece(self, name: str, held: HeadRows, piece: Piece) -> npt.NDArray[Any]:
+        first, start = piece.head - held.first_head, piece.start - held.first_row
+        return self._read(name, held)[first : first + piece.n_heads, start : start + piece.stop - piece.start]
 
     def _pass(self, rows: Iterable[HeadRows]) -> None:
         self._done += sum(r.nbytes for r in rows)
@@ -250,8 +250,9 @@ class _Work:
             squares, n, odd = 0.0, 0, 0
             for held in side:
                 start, stop = (min(max(0, at - held.first_row), held.n_rows) for at in (pair.start, pair.stop))
-                one, few = root_mean_square(values := self._read(name, held)[:, start:stop])
-                squares, n, odd = squares + one * one * (values.size - few), n + values.size - few, odd + few
+                one, few = root_mean_square(self._read(name, held)[:, start:stop])
+                taken = held.n_heads * (stop - start) * held.dim - few
+                squares, n, odd = squares + one * one * taken, n + taken, odd + few
             found.append((math.sqrt(squares / n) if n else 0.0, odd))
         return LayerDifference(
             n_rows=pair.stop - pair.start, n_values=0, n_different=None, relative_error=None, max_row_error=None,

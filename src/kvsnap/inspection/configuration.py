@@ -20,6 +20,7 @@ __all__ = ["Configured", "configured", "read_configuration"]
 
 _MOST_BYTES = 64 << 20
 _DTYPE = "bfloat16"
+_OF_WEIGHTS = ("compression_config", "quantization_config")
 _ROWS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64")
 
 
@@ -106,7 +107,9 @@ def _assumed(settings: Settings) -> str:
     more = sorted(
         name
         for name, value in settings.config.items()
-        if value not in (None, False, 0, "", [], {}) and any(part in name.lower() for part in NOT_UNDERSTOOD)
+        if value not in (None, False, 0, "", [], {})
+        and any(part in name.lower() for part in NOT_UNDERSTOOD)
+        and name not in _OF_WEIGHTS
     )
     if more:
         raise UnsupportedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from kvsnap import formats
 from kvsnap.errors import InputError
 from kvsnap.formats import native
 from kvsnap.formats.native.fork import at_commit
+from kvsnap.inspection.besides import numbers_text
 from kvsnap.inspection.differences import (
     Alignment,
     FieldDifference,
@@ -116,13 +118,15 @@ def _kinds(s: Snapshot, layers: Sequence[int] | None) -> dict[str, tuple[frozens
 def verdict_of(
     aligned: Alignment, layers: Sequence[LayerDifference], heads: Sequence[HeadDifference],
     others: Sequence[OtherDifference], fields: Sequence[FieldDifference], left_out: Sequence[NotCompared], *,
-    other_shape: bool, all_rows: bool,
+    other_shape: bool, all_rows: bool, only: Sequence[int] | None = None,
 ) -> tuple[Verdict, tuple[str, ...]]:  # fmt: skip
     """Return the verdict, and what to say of it in sentences."""
     differing = [layer for layer in layers if layer.n_different]
     beside = [o.name for o in others if o.verdict not in ("equal", "unknown")]
     beside += [f.name for f in fields if f.verdict == "differ"]
     says = [_of_tokens(aligned), *aligned.notes, *_of_values(layers, heads, differing, all_rows=all_rows)]
+    if only is not None:
+        says.append(f"only layers {numbers_text(only)} were compared")
     if beside:
         says.append(f"beside the cache differ: {', '.join(beside)}")
     verdict: Verdict
@@ -149,6 +153,18 @@ def _of_tokens(aligned: Alignment) -> str:
     return f"the first {n} tokens are the same; token {aligned.first:,} differs ({ids})"
 
 
+def _by_role(layers: Sequence[LayerDifference]) -> str:
+    """Return the relative error of each role over all of its layers, from what is known of each of them."""
+    sums: dict[str, tuple[float, float]] = {}
+    for layer in layers:
+        a2 = layer.rms_a**2 * (layer.n_values - max(layer.nonfinite_a, layer.nonfinite_b))
+        error = layer.relative_error or 0.0
+        d2, total = sums.get(layer.role, (0.0, 0.0))
+        sums[layer.role] = d2 + (error**2 * a2 if a2 else error), total + a2
+    shares = {role: math.sqrt(d2 / a2) if a2 else math.inf if d2 else 0.0 for role, (d2, a2) in sums.items()}
+    return ", ".join(f"{role} {share:.3g}" for role, share in shares.items())
+
+
 def _of_values(
     layers: Sequence[LayerDifference], heads: Sequence[HeadDifference], differing: Sequence[LayerDifference], *,
     all_rows: bool,
@@ -167,6 +183,7 @@ def _of_values(
         largest = max(layer.relative_error or 0.0 for layer in compared)
         made.append(f"largest error {worst.max_abs:.4g} at layer {worst.layer} {worst.role} head {worst.head} row "
                     f"{worst.row:,}; relative error up to {largest:.3g} in a layer")  # fmt: skip
+        made.append(f"relative error over all layers: {_by_role(compared)}")
     else:
         made.append("all of them are the same numbers in other bits")
     odd = sum(head.n_nonfinite_differ for head in heads)
@@ -174,7 +191,7 @@ def _of_values(
         made.append(f"{odd:,} values are NaN or infinite on one side and not the same on the other")
     outside = sorted({layer.layer for layer in differing if layer.within_bound is False})
     if outside:
-        made.append(f"values of layers {', '.join(map(str, outside))} are beyond the bound of what storing does")
+        made.append(f"values of layers {numbers_text(outside)} are beyond the bound of what storing does")
     elif all(layer.within_bound for layer in differing):
         made.append(f"all within the bound of what storing does, {max(layer.bound for layer in differing):.4g}")
     return made

@@ -62,6 +62,7 @@
       return made;
     });
     let place = null;
+    let byKey = false;
 
     const hide = () => {
       place = null;
@@ -70,6 +71,7 @@
     };
     const show = (r, c, point) => {
       place = [r, c];
+      byKey = !point;
       let [x, y, w, h] = cells.box(r, c);
       const [px, py] = [Math.max(0, 9 - w) / 2, Math.max(0, 9 - h) / 2];
       [x, y, w, h] = [x - px, y - py, w + 2 * px, h + 2 * py];
@@ -79,19 +81,20 @@
       });
       tip.textContent = cells.say(r, c);
       tip.hidden = false;
+      if (byKey) {
+        live.textContent = tip.textContent;
+        outlines[0].scrollIntoView({ block: "nearest", inline: "nearest", behavior: "instant" });
+      }
+      stand(point);
+    };
+    const stand = (point) => {
       const box = outlines[0].getBoundingClientRect();
-      const [atX, atY] = point || [box.left + box.width / 2, box.top + box.height / 2];
+      const [atX, atY] = point || [box.left + box.width / 2, box.top];
       const size = tip.getBoundingClientRect();
       const left = Math.min(Math.max(8, atX + 14), document.documentElement.clientWidth - size.width - 8);
       const above = atY - size.height - 14;
       tip.style.left = `${Math.max(8, left)}px`;
-      tip.style.top = `${above > 8 ? above : atY + 20}px`;
-      if (!point) {
-        live.textContent = tip.textContent;
-        const frame = plot.getBoundingClientRect();
-        if (box.left < frame.left) plot.scrollLeft += box.left - frame.left - 20;
-        if (box.right > frame.right) plot.scrollLeft += box.right - frame.right + 20;
-      }
+      tip.style.top = `${above > 8 ? above : (point ? atY : box.bottom) + 20}px`;
     };
     const under = (event) => {
       const m = svg.getScreenCTM();
@@ -133,7 +136,12 @@
       }
     });
     document.addEventListener("keydown", (event) => { if (event.key === "Escape" && place) hide(); });
-    window.addEventListener("scroll", () => { if (place) tip.hidden = true; }, { passive: true });
+    const scrolled = () => {
+      if (place && byKey) stand(null);
+      else if (place) tip.hidden = true;
+    };
+    window.addEventListener("scroll", scrolled, { passive: true });
+    plot.addEventListener("scroll", scrolled, { passive: true });
   };
 
   document.querySelectorAll(".plot").forEach(start);

@@ -174,10 +174,10 @@ def html_of(page: Page, progress: Callable[[int, int], None] | None = None) -> s
         '<a class="skip" href="#main">Skip to the content</a>'
         f'<header><h1>{escaped(page.title)}</h1><button class="theme" type="button" hidden>Dark page</button>'
         f'<p class="quiet">{escaped(page.lead)}</p>{navigation}</header>'
-        f'<main id="main" tabindex="-1">{notes}{body}</main>{foot}'
-        '<div id="live" class="hidden" aria-live="polite"></div><div id="keys" class="hidden">Arrow keys go from value '
-        "to value, Home and End to the ends of a row, Escape leaves the picture. The table below holds the same "
-        f"numbers.</div><script>{script}</script></body></html>\n"
+        f'<main id="main" tabindex="-1">{notes}{body}<div id="live" class="hidden" aria-live="polite"></div>'
+        '<div id="keys" class="hidden">Arrow keys go from value to value, Home and End to the ends of a row, Escape '
+        "leaves the picture. The table below holds the same numbers.</div></main>"
+        f"{foot}<script>{script}</script></body></html>\n"
     )
 
 
@@ -201,8 +201,8 @@ def _ids(titles: list[str]) -> list[str]:
 def _group(group: Group, name: str, count: _Count) -> str:
     lead = f'<p class="quiet">{escaped(group.lead)}</p>' if group.lead else ""
     cards = "".join(
-        f'<section class="card" aria-labelledby="{name}-{n}"><h3 id="{name}-{n}">{escaped(card.title)}</h3>'
-        f"{''.join(_block(block, card.title, count) for block in card.blocks)}</section>"
+        f'<div class="card"><h3 id="{name}-{n}">{escaped(card.title)}</h3>'
+        f"{''.join(_block(block, card.title, count) for block in card.blocks)}</div>"
         for n, card in enumerate(group.cards, 1)
     )
     head = f'<h2 id="{name}-0">{escaped(group.title)}</h2>'
@@ -218,7 +218,7 @@ def _block(block: Block, title: str, count: _Count) -> str:
         return f'<p class="note{" bad" if block.bad else ""}">{escaped(block.text)}</p>'
     if isinstance(block, Quote):
         return (
-            f'<pre dir="auto" tabindex="0" role="region" aria-label="{escaped(block.label)}">'
+            f'<pre dir="auto" tabindex="0" role="group" aria-label="{escaped(block.label)}">'
             f"{escaped(block.text, lines=True)}</pre>"
         )
     if isinstance(block, Facts):
@@ -268,7 +268,7 @@ def _table(table: Table, *, caption: bool) -> str:
     rest = f'<p class="quiet">{more:,} more rows</p>' if more > 0 else ""
     title = f"<caption>{escaped(table.title)}</caption>" if caption and table.title else ""
     return (
-        f'<div class="table" tabindex="0" role="region" aria-label="{escaped(table.title)}"><table>{title}'
+        f'<div class="table" tabindex="0" role="group" aria-label="{escaped(table.title)}"><table>{title}'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{rest}"
     )
 
