@@ -279,6 +279,7 @@ def test_a_head_whose_rows_are_alike_is_dead_and_one_that_varies_is_not() -> Non
     k[1] = k[1, :1]
     k[2] = 0
     found = statistics(snapshot_of({"k": k, "v": v}))
+    assert not any(h.twin for h in statistics(snapshot_of({"k": k, "v": v}, {"k": k[:3], "v": v + 1})).heads if h.dead)
     assert [h.dead for h in found.heads] == [False, True, True, False, False, False, False, False]
     assert found.findings[0] == "dead heads: layer 0 k head 1 (all rows alike); layer 0 k head 2 (zeros)"
     assert found.heads[1].effective_rank is None
@@ -369,6 +370,7 @@ def test_rows_with_short_values_may_be_sinks() -> None:
         if i:
             v[:, 0] *= 0.02
             k[:, 0] *= 0.5
+        v[:, 50] *= 0.45  # short, but not so short
         if i == 3:
             v[0, 100] *= 0.01  # in one head of three
         layers.append({"k": k, "v": v})
@@ -433,6 +435,9 @@ def test_similarity_is_of_rows_that_all_layers_hold() -> None:
     found = statistics(snapshot_of({"k": k, "v": k}, window)).similarity[0]
     assert found.n_rows == 50
     assert found.values[0, 1] == pytest.approx(1, abs=1e-5)
+    other_way = statistics(snapshot_of(window, {"k": k, "v": k})).similarity[0]
+    assert other_way.n_rows == 50
+    assert other_way.values[0, 1] == pytest.approx(1, abs=1e-5)
     shifted = {"k": k[:, -51:-1], "v": k[:, -51:-1]}  # off by one
     assert statistics(snapshot_of({"k": k, "v": k}, shifted)).similarity[0].values[0, 1] < 0.5
     short = {"k": k[:, -3:], "v": k[:, -3:]}
