@@ -20,7 +20,7 @@ import kvsnap
 import synthetic
 from kvsnap.errors import DamagedError, InputError
 from kvsnap.inspection.statistics import HeadStatistics, Statistics, statistics
-from kvsnap.inspection.statistics.measuring import HeadMoments, has_products, spans_for
+from kvsnap.inspection.statistics.measuring import HeadMoments, has_products, measure, spans_for
 from kvsnap.inspection.values import head_rows
 from kvsnap.layout import Layer, Snapshot, Tensor
 from kvsnap.session import Session
@@ -118,6 +118,19 @@ def test_figures_of_heads_are_those_of_numpy(dtype: str) -> None:
         check(head_of(found, 0, "k", 0), k[0, :-1].astype(np.float32))
 
 
+def test_short_rows_and_wide_channels_are_counted_against_medians() -> None:
+    random = np.random.default_rng(7)
+    k = random.standard_normal((2, 400, 16)) * np.exp(1.2 * random.standard_normal((2, 400, 1)))
+    k *= np.exp(random.standard_normal((2, 1, 16)))
+    found = statistics(snapshot_of({"k": k.astype(np.float32), "v": k.astype(np.float32)}))
+    for head in range(2):
+        told, wide = found.heads[head], k[head].astype(np.float32).astype(np.float64)
+        norms, rms = np.linalg.norm(wide, axis=1), np.sqrt((wide**2).mean(axis=0))
+        assert told.n_low_rows == (norms <= np.median(norms) / 4).sum() > 20
+        assert told.outliers == tuple(np.flatnonzero(rms >= 4 * np.median(rms)))
+    assert any(h.outliers for h in found.heads)
+
+
 def test_layers_channels_distributions_and_norms_are_those_of_numpy() -> None:
     k, v = drawn(seed=3), drawn(heads=2, dim=12, seed=4)
     found = statistics(snapshot_of({"k": k, "v": v}))
@@ -137,11 +150,25 @@ def test_layers_channels_distributions_and_norms_are_those_of_numpy() -> None:
     np.testing.assert_allclose(distribution.edges, edges)
     assert np.abs(distribution.counts - counts).sum() <= 2  # one value may lie on an edge
     assert distribution.counts.sum() + distribution.below + distribution.above == k.size == distribution.n_values
+    assert (distribution.below, distribution.above) == ((wide < low).sum(), (wide > high).sum())
     norms = np.linalg.norm(wide, axis=2).mean(axis=0)
     np.testing.assert_allclose(found.norms[0].by_row, norms, rtol=1e-5)
     np.testing.assert_allclose(found.norms[0].by_layer, norms[None], rtol=1e-5)
     assert found.norms[0].edges.tolist() == list(range(201))
     assert found.matrix("k", "mean_norm").tolist() == [[h.mean_norm for h in found.heads[:3]]]
+
+
+def test_rows_of_a_large_tensor_that_distributions_are_of_are_at_equal_distances() -> None:
+    k = drawn(heads=3, rows=20_000, dim=9, seed=90)  # two blocks, the second from row 14,563 on
+    found = next(iter(head_rows(snapshot_of({"k": k, "v": k[:, :1]}))))
+    kept: list[int] = []
+    measured = measure(found, ((0, 20_000),), np.array([0, 9_999, 19_999]), products=True, advance=kept.append)
+    assert len(kept) > 1
+    np.testing.assert_array_equal(measured.spread, k[:, ::5])
+    np.testing.assert_array_equal(measured.picked, k[:, [0, 9_999, 19_999]])
+    assert measured.spread.size <= 1 << 17
+    told = statistics(snapshot_of({"k": k, "v": k})).distributions[0]
+    assert told.n_values == k[:, ::5].size == told.counts.sum() + told.below + told.above
 
 
 def test_norms_of_a_long_sequence_are_means_of_columns() -> None:
@@ -252,6 +279,7 @@ def test_a_head_whose_rows_are_alike_is_dead_and_one_that_varies_is_not() -> Non
     k[1] = k[1, :1]
     k[2] = 0
     found = statistics(snapshot_of({"k": k, "v": v}))
+    assert not any(h.twin for h in statistics(snapshot_of({"k": k, "v": v}, {"k": k[:3], "v": v + 1})).heads if h.dead)
     assert [h.dead for h in found.heads] == [False, True, True, False, False, False, False, False]
     assert found.findings[0] == "dead heads: layer 0 k head 1 (all rows alike); layer 0 k head 2 (zeros)"
     assert found.heads[1].effective_rank is None
@@ -342,6 +370,7 @@ def test_rows_with_short_values_may_be_sinks() -> None:
         if i:
             v[:, 0] *= 0.02
             k[:, 0] *= 0.5
+        v[:, 50] *= 0.45  # short, but not so short
         if i == 3:
             v[0, 100] *= 0.01  # in one head of three
         layers.append({"k": k, "v": v})
@@ -406,6 +435,9 @@ def test_similarity_is_of_rows_that_all_layers_hold() -> None:
     found = statistics(snapshot_of({"k": k, "v": k}, window)).similarity[0]
     assert found.n_rows == 50
     assert found.values[0, 1] == pytest.approx(1, abs=1e-5)
+    other_way = statistics(snapshot_of(window, {"k": k, "v": k})).similarity[0]
+    assert other_way.n_rows == 50
+    assert other_way.values[0, 1] == pytest.approx(1, abs=1e-5)
     shifted = {"k": k[:, -51:-1], "v": k[:, -51:-1]}  # off by one
     assert statistics(snapshot_of({"k": k, "v": k}, shifted)).similarity[0].values[0, 1] < 0.5
     short = {"k": k[:, -3:], "v": k[:, -3:]}
