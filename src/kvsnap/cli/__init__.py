@@ -50,6 +50,7 @@ from kvsnap.cli._overview import Overview
 from kvsnap.cli._turn import INTERRUPTED, interruption
 from kvsnap.cli.demo import demo
 from kvsnap.errors import KvsnapError, StorageError
+from kvsnap.reports.escaping import visible
 
 __all__ = ["main", "root", "run"]
 
@@ -126,7 +127,7 @@ def _fail(code: int, data: dict[str, Any], text: str, *, as_json: bool) -> int:
         with suppress(OSError):  # a full disk behind stdout: the exit code has to do
             print(json.dumps({"error": data}), flush=True)
     else:
-        print(f"kvsnap: {' '.join(text.split())}", file=sys.stderr)
+        print(f"kvsnap: {visible(' '.join(text.split()))}", file=sys.stderr)
     return code
 
 

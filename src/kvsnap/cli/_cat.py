@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -13,7 +14,7 @@ import kvsnap
 from kvsnap import formats
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._names import library_option, named
-from kvsnap.cli._output import count, emit, examples, json_option, remark
+from kvsnap.cli._output import count, emit, examples, json_option, remark, say
 from kvsnap.errors import InputError
 from kvsnap.formats.native import NAME
 from kvsnap.inspection.turns import TurnText, turn_texts
@@ -72,6 +73,11 @@ def cat(
         _print_runs(snapshot, wanted, detokenize, file, as_tokens=as_tokens, as_json=as_json)
 
 
+def _write(text: str | None) -> None:
+    """Print text as it is stored; on a terminal, which it could steer, what cannot be seen as its number."""
+    (say if sys.stdout.isatty() else print)(text or "")
+
+
 def _print_runs(
     snapshot: Snapshot, wanted: str, detokenize: Detokenize | None, file: str, *, as_tokens: bool, as_json: bool
 ) -> None:
@@ -88,7 +94,7 @@ def _print_runs(
         for kind, ids in runs:
             print(f"{kind}: {' '.join(map(str, ids))}")
     else:
-        print(text)
+        _write(text)
 
 
 def _print_messages(snapshot: Snapshot, file: str) -> None:
@@ -97,7 +103,7 @@ def _print_messages(snapshot: Snapshot, file: str) -> None:
     for message in snapshot.messages:
         content = message.get("content")
         told = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        print(f"{message['role']}: {told}")
+        _write(f"{message['role']}: {told}")
 
 
 def _turns(snapshot: Snapshot, file: str, key: bytes | None) -> tuple[TurnText, ...]:
@@ -124,7 +130,7 @@ def _print_turns(
         return
     for one in told:
         print(f"--- turn {one['turn']}, tokens {one['start']:,} to {one['stop']:,}")
-        print(" ".join(map(str, one["tokens"])) if as_tokens else one["text"])
+        _write(" ".join(map(str, one["tokens"])) if as_tokens else one["text"])
 
 
 def _text(

@@ -16,10 +16,12 @@ from kvsnap.cli._names import library_option, named
 from kvsnap.cli._output import (
     CheckFailed,
     count,
+    csv_row,
     emit,
     examples,
     json_option,
     progress,
+    say,
     show_table,
     size,
     table,
@@ -191,7 +193,7 @@ def _cell(column: str, value: Cell) -> str:
 def _print_csv(made: Table) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(made.columns)
-    writer.writerows(made.rows)
+    writer.writerows(map(csv_row, made.rows))
 
 
 # -- for people ------------------------------------------------------------------------------------------------------
@@ -205,21 +207,21 @@ def _print(found: Diff, by: str, limit: int) -> None:
     for name, side in (("a", found.a), ("b", found.b)):
         sides.add_row(name, *map(escape, _side(side)))
     show_table(sides)
-    print(f"\n{found}")
+    say(f"\n{found}")
     small, large = sorted((found.a.file_bytes or 0, found.b.file_bytes or 0))
     if small and large / small > 1.01:
-        print(f"{'b' if found.b.file_bytes == small else 'a'} is {large / small:.2f} times smaller on disk")
+        say(f"{'b' if found.b.file_bytes == small else 'a'} is {large / small:.2f} times smaller on disk")
     _print_place(found)
     made, told = _short_table(found, by)
     if made.rows:
-        print(f"\n{told}\n")
+        say(f"\n{told}\n")
         right = tuple(_NAMES.get(c, c) for c in made.columns if c not in ("role", "kind"))
         shown = table(*(_NAMES.get(column, column) for column in made.columns), right=right)
         for row in made.rows[: limit or None]:
             shown.add_row(*(escape(_cell(c, cell)) for c, cell in zip(made.columns, row, strict=True)))
         show_table(shown)
         if limit and len(made.rows) > limit:
-            print(f"{len(made.rows) - limit:,} more (--limit 0)")
+            say(f"{len(made.rows) - limit:,} more (--limit 0)")
     _print_rest(found)
 
 
@@ -238,10 +240,10 @@ def _print_place(found: Diff) -> None:
     """Print the text around the first id that differs, and what agrees behind it."""
     tokens = found.tokens
     if tokens.text_a is not None or tokens.text_b is not None:
-        print(f"  before: {tokens.text_before!r}\n  a goes on: {tokens.text_a!r}\n  b goes on: {tokens.text_b!r}")
+        say(f"  before: {tokens.text_before!r}\n  a goes on: {tokens.text_a!r}\n  b goes on: {tokens.text_b!r}")
     if tokens.runs:
         n = sum(run.count for run in tokens.runs)
-        print(f"{count(n, 'token')} behind agree, in {count(len(tokens.runs), 'run')}, and {tokens.n_same_place:,} "
+        say(f"{count(n, 'token')} behind agree, in {count(len(tokens.runs), 'run')}, and {tokens.n_same_place:,} "
               "stand at the same place")  # fmt: skip
 
 
@@ -250,9 +252,9 @@ def _print_rest(found: Diff) -> None:
         one = found.logits
         kl = "not known" if one.kl_ab is None else f"{one.kl_ab:.4g} nats"
         top = f"both {one.top1_a}" if one.top1_a == one.top1_b else f"{one.top1_a} in a, {one.top1_b} in b"
-        print(f"\nlogits: {one.n_different:,} of {one.n_values:,} differ, KL(a || b) {kl}, most probable id {top}")
+        say(f"\nlogits: {one.n_different:,} of {one.n_values:,} differ, KL(a || b) {kl}, most probable id {top}")
     if len(found.growth) > 1 or any(g.per_token_a != g.per_token_b or g.nbytes_a != g.nbytes_b for g in found.growth):
-        print("\ngrowth\n")
+        say("\ngrowth\n")
         shown = table("kind", "layers a", "layers b", "per token a", "per token b", "held a", "held b",
                       right=("layers a", "layers b", "per token a", "per token b", "held a", "held b"))  # fmt: skip
         for g in found.growth:
@@ -268,16 +270,16 @@ def _print_others(found: Diff) -> None:
     ]
     differing += [(o.name, o.verdict, o.a, o.b) for o in found.others if o.verdict not in ("equal", "unknown")]
     if differing:
-        print("\nbeside the cache\n")
+        say("\nbeside the cache\n")
         for name, verdict, a, b in differing:
             told = f": {a!r} in a, {b!r} in b" if a or b else ""
-            print(f"  {name}: {verdict}{told}")
+            say(f"  {name}: {verdict}{told}")
     if found.not_compared:
-        print("\nnot compared\n")
+        say("\nnot compared\n")
         for left_out in found.not_compared[:_SHOWN_FIELDS]:
-            print(f"  {left_out.what}: {left_out.why}")
+            say(f"  {left_out.what}: {left_out.why}")
         if len(found.not_compared) > _SHOWN_FIELDS:
-            print(f"  and {len(found.not_compared) - _SHOWN_FIELDS} more (--json)")
+            say(f"  and {len(found.not_compared) - _SHOWN_FIELDS} more (--json)")
 
 
 COMMANDS = (diff,)

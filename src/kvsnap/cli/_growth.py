@@ -16,7 +16,20 @@ import kvsnap
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._model import open_engine
 from kvsnap.cli._names import library_option, resolved, shown
-from kvsnap.cli._output import CheckFailed, count, emit, examples, json_option, remark, show_table, size, table, waiting
+from kvsnap.cli._output import (
+    CheckFailed,
+    count,
+    csv_row,
+    emit,
+    examples,
+    json_option,
+    remark,
+    say,
+    show_table,
+    size,
+    table,
+    waiting,
+)
 from kvsnap.cli._report import check_page, page_options, write_page
 from kvsnap.errors import InputError, MissingError
 from kvsnap.inspection import Growth
@@ -27,6 +40,8 @@ __all__ = ["COMMANDS"]
 
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([km]?)", re.IGNORECASE)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_DIGITS = 24
+"""Characters of a length or a size, at most."""
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _PROBE = 40
 """Tokens that a live model evaluates, to be compared with the figures."""
@@ -124,15 +139,15 @@ def _of_model(name: str, lengths: Sequence[int], dtype: str | None) -> Growth:
 
 def _tokens(text: str) -> int:
     found = _TOKENS.fullmatch(text.strip())
-    if found is None:
-        raise InputError("--at takes lengths in tokens", expected="1000, 8k, 1m", found=text)
+    if found is None or len(text) > _DIGITS:
+        raise InputError("--at takes lengths in tokens", expected="1000, 8k, 1m", found=text[:60])
     return int(float(found[1]) * 1024 ** _POWERS[found[2].lower()])
 
 
 def _bytes(text: str) -> int:
     found = _BYTES.fullmatch(text.strip())
-    if found is None:
-        raise InputError("--budget takes a size", expected="24GB, 80GiB, 500MB", found=text)
+    if found is None or len(text) > _DIGITS:
+        raise InputError("--budget takes a size", expected="24GB, 80GiB, 500MB", found=text[:60])
     return int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].lower()])
 
 
@@ -174,8 +189,8 @@ def _print_csv(found: Sequence[Growth]) -> None:
     for made in found:
         for point in made.points:
             writer.writerow(
-                [made.source, made.architecture, made.dtype, point.n_tokens, point.cache_bytes, point.bytes_per_token,
-                 point.kept_bytes, *(point.by_kind.get(kind, 0) for kind in kinds),
+                [*csv_row((made.source, made.architecture, made.dtype)), point.n_tokens, point.cache_bytes,
+                 point.bytes_per_token, point.kept_bytes, *(point.by_kind.get(kind, 0) for kind in kinds),
                  *(point.stored.get(name, "") for name in codecs)]
             )  # fmt: skip
 
@@ -204,10 +219,10 @@ def _print_one(made: Growth) -> None:
     words = [made.architecture or "a cache", made.dtype, count(len(made.layers), "layer")]
     if made.context_limit:
         words.append(f"made for {made.context_limit:,} tokens")
-    print(f"{made.source}: {', '.join(word for word in words if word)}")
+    say(f"{made.source}: {', '.join(word for word in words if word)}")
     later = made.at(max((point.n_tokens for point in made.points), default=0)).bytes_per_token
     text = f"{first.bytes_per_token:,.0f} B per token"
-    print(text if later == first.bytes_per_token else f"{text} at first, {later:,.0f} B later")
+    say(text if later == first.bytes_per_token else f"{text} at first, {later:,.0f} B later")
     codecs = sorted({name for point in made.points for name in point.stored})
     heads = ("tokens", "cache", "session", *(f"on disk, {name}" for name in codecs))
     shown_table = table(*heads, right=heads)
@@ -226,13 +241,15 @@ def _label(made: Growth) -> str:
 
 
 def _print_side_by_side(found: Sequence[Growth]) -> None:
+    from rich.markup import escape
+
     lengths = [point.n_tokens for point in found[0].points]
     heads = ("B per token", "later", *(f"{n:,}" for n in lengths))
     shown_table = table("source", "family", "dtype", *heads, right=heads)
     for made in found:
         last = made.at(max(lengths)) if lengths else made.at(0)
         shown_table.add_row(
-            _label(made), made.architecture, made.dtype, f"{made.at(0).bytes_per_token:,.0f}",
+            escape(_label(made)), escape(made.architecture), made.dtype, f"{made.at(0).bytes_per_token:,.0f}",
             f"{last.bytes_per_token:,.0f}", *(size(point.cache_bytes) for point in made.points),
         )  # fmt: skip
     show_table(shown_table)
@@ -244,7 +261,7 @@ def _print_budget(found: Sequence[Growth], budget: int) -> None:
         beyond = made.context_limit is not None and (live is None or live > made.context_limit)
         more = f"; the model is made for {made.context_limit:,}" if beyond else ""
         session = "" if live == kept else f" ({_fitting(kept)} in a session that keeps every row)"
-        print(f"{_label(made)}: {size(budget)} holds {_fitting(live)}{session}{more}")
+        say(f"{_label(made)}: {size(budget)} holds {_fitting(live)}{session}{more}")
 
 
 def _fitting(n_tokens: int | None) -> str:
@@ -254,24 +271,27 @@ def _fitting(n_tokens: int | None) -> str:
 
 
 def _print_kinds(made: Growth) -> None:
+    from rich.markup import escape
+
     longest = max((point.n_tokens for point in made.points), default=LENGTHS[-1])
     right = ("layers", "B per token", "later", "each", "all")
     shown_table = table(
-        "layers", "kind", "keeps", *right[1:], title=f"{_label(made)}, at {longest:,} tokens", right=right
+        "layers", "kind", "keeps", *right[1:], title=f"{escape(_label(made))}, at {longest:,} tokens", right=right
     )
     for numbers, layer in made.groups():
         shown_table.add_row(
-            str(len(numbers)), layer.kind, layer.what, f"{layer.per_token(0):,.0f}", f"{layer.per_token(longest):,.0f}",
+            str(len(numbers)), escape(layer.kind), escape(layer.what),
+            f"{layer.per_token(0):,.0f}", f"{layer.per_token(longest):,.0f}",
             size(layer.nbytes(longest)), size(len(numbers) * layer.nbytes(longest)),
         )  # fmt: skip
     show_table(shown_table)
     point = made.at(longest)
-    print("by kind: " + ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in point.by_kind.items()))
+    say("by kind: " + ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in point.by_kind.items()))
 
 
 def _print_turns(made: Growth) -> None:
     if not made.history:
-        print(f"{_label(made)} has no turns: it is no session")
+        say(f"{_label(made)} has no turns: it is no session")
         return
     right = ("commit", "tokens", "file", "added", "B per new token")
     shown_table = table("commit", "what", *right[1:], right=right)
@@ -291,13 +311,13 @@ def _print_checks(made: Growth, *, named: bool) -> None:
     for one in made.checked:
         where = f"{count(one.layers, 'layer')} at {count(one.n_tokens, 'position')}"
         if one.ok:
-            print(f"{who}checked against {one.against}: {where}, {size(one.actual)}, every byte as told")
+            say(f"{who}checked against {one.against}: {where}, {size(one.actual)}, every byte as told")
             continue
-        print(f"{who}NOT as told by {one.against}: {where}, {one.off:+,} B")
+        say(f"{who}NOT as told by {one.against}: {where}, {one.off:+,} B")
         for fault in one.faults[:6]:
-            print(f"  {fault}")
+            say(f"  {fault}")
         if len(one.faults) > 6:
-            print(f"  and {len(one.faults) - 6} more")
+            say(f"  and {len(one.faults) - 6} more")
     for note in made.notes:
         remark(f"note: {who}{note}")
 

@@ -190,7 +190,7 @@ def _place_rows(s: Summary) -> Rows:
 def _cache_rows(s: Summary) -> Rows:
     from rich.markup import escape
 
-    rows = [("architecture", escape(s.architecture) or "unknown"), ("cache", _cache_text(s))]
+    rows = [("architecture", escape(s.architecture) or "unknown"), ("cache", escape(_cache_text(s)))]
     if s.groups:
         rows.append(("layers", "\n".join(escape(group.text) for group in s.groups)))
     rows += [("part", f"{s.shard}, of a cache split by heads")] if s.shard else []
@@ -266,10 +266,10 @@ def _origin_rows(s: Summary) -> Rows:
 
     unknown = _unknown(s)
     rows = [
-        ("sampler", _sampler_text(s)),
+        ("sampler", escape(_sampler_text(s))),
         ("weights", f"{len(s.identity.weights)} digests" if s.identity.weights else "unknown"),
         *([("not known", f"{unknown}: a restore cannot compare them")] if unknown else []),
-        ("made with", ", ".join([s.identity.engine or "unknown", *(escape(part) for part in _runtime(s))])),
+        ("made with", ", ".join(escape(part) for part in (s.identity.engine or "unknown", *_runtime(s)))),
     ]
     rows += [(escape(k), escape(v)) for k, v in s.metadata.items() if k != "stop"]
     stop = s.metadata.get("stop", "") if s.sealed else ""

@@ -12,21 +12,25 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
 
+from kvsnap.reports.escaping import visible
+
 __all__ = [
     "CheckFailed",
     "count",
+    "csv_row",
     "emit",
     "examples",
     "finite",
     "json_option",
     "progress",
     "remark",
+    "say",
     "seconds",
     "show_table",
     "size",
@@ -39,6 +43,8 @@ _LONG_WORD = 24
 """A word beyond this many characters (a path, a digest, settings in JSON) may be broken in a table."""
 _PATIENCE = 1.0
 """Seconds of work before a progress bar appears."""
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""What the formulas of spreadsheets begin with."""
 
 
 class CheckFailed(Exception):  # noqa: N818 # not an error: the command did its work, and the answer is no
@@ -97,8 +103,19 @@ def show(text: str) -> None:
         raise OutputLostError from error
 
 
+def say(text: str = "") -> None:
+    """Print text for people on stdout: what files hold of it cannot steer a terminal."""
+    print(visible(text, lines=True))
+
+
+def csv_row(cells: Iterable[Any]) -> list[Any]:
+    """Return cells for CSV: a text that a spreadsheet would take for a formula stands behind an apostrophe."""
+    return [f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell for cell in cells]
+
+
 def remark(text: str) -> None:
     """Print one line on stderr; on a terminal it is wrapped between words."""
+    text = visible(text, lines=True)
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
         text = textwrap.fill(text, max(20, width), break_long_words=False, break_on_hyphens=False)
@@ -126,11 +143,19 @@ def count(number: int, what: str) -> str:
 
 
 def table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()) -> Any:
-    """Return an empty rich table with these columns; those named in `right` are set flush right."""
+    """Return an empty rich table with these columns; those named in `right` are set flush right.
+
+    What cannot be seen of a cell, as what steers a terminal, is shown as its number.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    class Seen(Table):
+        def add_row(self, *cells: Any, **settings: Any) -> None:
+            super().add_row(*(visible(c, lines=True) if isinstance(c, str) else c for c in cells), **settings)
+
+    title = None if title is None else visible(title)
+    made = Seen(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return made

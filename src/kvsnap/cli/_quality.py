@@ -18,11 +18,13 @@ from kvsnap.cli._names import count_as_use, library_option, named, shown
 from kvsnap.cli._output import (
     CheckFailed,
     count,
+    csv_row,
     emit,
     examples,
     json_option,
     progress,
     remark,
+    say,
     show_table,
     size,
     table,
@@ -134,7 +136,7 @@ def _fails(effect: Effect, most: float) -> bool:
 def _print_csv(found: Table) -> None:
     writer = csv.writer(sys.stdout)  # with another end of line a carriage return in a name would not be quoted
     writer.writerow(found.columns)
-    writer.writerows(["" if cell is None else cell for cell in row] for row in found.rows)
+    writer.writerows(csv_row("" if cell is None else cell for cell in row) for row in found.rows)
 
 
 # -- for people ------------------------------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ def _print_csv(found: Table) -> None:
 
 def _print(found: Quality) -> None:
     held = "" if found.stored_bytes is None else f" ({size(found.stored_bytes)})"
-    print(
+    say(
         f"{found.architecture}: {count(found.n, 'place')} {_SOURCES[found.source]}, behind "
         f"{count(found.n_history, 'token')} of {found.reference}{held}; its perplexity {_figure(found.perplexity)}\n"
     )
@@ -157,15 +159,15 @@ def _print(found: Quality) -> None:
             *[str(e.n_bad)] * left_out, e.verdict,
         )  # fmt: skip
     show_table(made)
-    print()
+    say()
     known = table("to compare with", "KL mean", "top-1", right=("KL mean", "top-1"))
     for what, kl, top in YARDSTICKS:
         known.add_row(what, kl, top)
     show_table(known)
-    print(f"\nmean KL in nats: {_verdicts()} (one text; others of 256 places differed by about 15 %)")
+    say(f"\nmean KL in nats: {_verdicts()} (one text; others of 256 places differed by about 15 %)")
     for effect in found.others:
         if effect.differs_at is not None:
-            print(_first_difference(found, effect))
+            say(_first_difference(found, effect))
     for note in found.notes:
         remark(f"note: {note}")
     for effect in found.others:

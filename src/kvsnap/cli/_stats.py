@@ -11,7 +11,7 @@ import click
 import kvsnap
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._names import library_option, named
-from kvsnap.cli._output import count, emit, examples, json_option, progress, remark, show_table, table
+from kvsnap.cli._output import count, csv_row, emit, examples, json_option, progress, remark, say, show_table, table
 from kvsnap.cli._report import check_page, page_options, write_page
 from kvsnap.errors import InputError
 from kvsnap.inspection.statistics import Statistics
@@ -88,7 +88,7 @@ def stats(
     if as_csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(whole.columns)
-        writer.writerows(whole.rows[: limit or None])
+        writer.writerows(map(csv_row, whole.rows[: limit or None]))
         return
     _print(found, whole, by, limit)
 
@@ -117,7 +117,7 @@ def _sorted(whole: Table, sort: str | None, *, reverse: bool) -> Table:
 
 def _print(found: Statistics, whole: Table, by: str, limit: int | None) -> None:
     name = "".join(c if c.isprintable() else "?" for c in found.architecture)
-    print(
+    say(
         f"{name or 'unknown model'}: {count(found.num_layers, 'layer')}, "
         f"{count(found.n_tokens, 'token')}, {count(found.n_rows, 'row')}"
     )
@@ -132,7 +132,7 @@ def _print(found: Statistics, whole: Table, by: str, limit: int | None) -> None:
     if len(lines) < len(whole.rows):
         remark(f"{len(whole.rows) - len(lines):,} more lines: --limit 0 prints all")
     for text in found.findings:
-        print(f"* {text}")
+        say(f"* {text}")
     for note in found.notes:
         remark(f"note: {note}")
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvsnap.errors import ExtraMissingError, InputError
 from kvsnap.files import write_whole
-from kvsnap.inspection.values import HeadRows, head_rows
+from kvsnap.inspection.values import HeadRows, head_rows, narrow
 from kvsnap.layout import Layer, Snapshot
 from kvsnap.results import Result, Table
 
@@ -160,6 +160,8 @@ def head_table(
     and the one behind the last; None for the first and the last there is. Reads the tensors of that layer, checked.
     Raise `InputError` for a layer, head or role that is not there, listing what is.
     """
+    if not snapshot.layers:
+        raise InputError("this cache has no layers", found=f"layer {layer}")
     if not 0 <= layer < len(snapshot.layers):
         raise InputError("no such layer", expected=f"0 to {len(snapshot.layers) - 1}", found=layer)
     entry = snapshot.layers[layer]
@@ -209,6 +211,9 @@ def _none_such(entry: Layer, found: list[HeadRows], layer: int, head: int, role:
     if not n_heads:
         told = f"; it has {', '.join(heads)}: name one with role" if heads else ""
         return InputError(f"layer {layer} ({entry.kind}) has no keys and values{told}", found=head)
+    if not heads:
+        dtypes = ", ".join(dict.fromkeys(t.spec.dtype for t in entry.tensors))
+        return InputError(f"layer {layer} ({entry.kind}) holds no keys and values as floats", found=dtypes)
     return InputError(f"layer {layer} has no such head", expected=f"0 to {n_heads - 1}", found=head)
 
 
@@ -225,7 +230,7 @@ def _wanted(one: HeadRows, rows: tuple[int | None, int | None]) -> slice:
 
 def _values(one: HeadRows, head: int, wanted: slice) -> npt.NDArray[np.float32]:
     if wanted == slice(0, one.n_rows):
-        return np.array(one.values()[head - one.first_head], dtype=np.float32)
+        return np.array(narrow(one.values()[head - one.first_head]))
     pieces = [np.zeros((0, one.dim), np.float32)]
     spans = [(wanted.start, wanted.stop)] if wanted.start < wanted.stop else []
     pieces += [block[head - one.first_head] for _, block in one.blocks_of(spans)]

@@ -131,6 +131,10 @@ def _has_index(s: Settings, index: int) -> bool:
 
 def _attention(s: Settings, kind: str, dtype: str, window: int) -> tuple[_Made, _Made]:
     heads, width = _kv_heads(s, kind), _head_dim(s, kind)
+    if not heads or not width:
+        raise InputError(
+            "keys and values need a head and a width of it", expected="1 or more", found=f"{heads} heads of {width}"
+        )
     of_value = s.number("v_head_dim") if s.family == "mimo_v2_flash" else width
     growth: Growth = "window" if window else "grow"
     axes = ("head", "row", "dim")

@@ -10,7 +10,7 @@ from kvsnap.inspection.families import ALIASES, DECODERS, REFUSED, SWITCHED, USE
 
 __all__ = ["INSIDE", "Settings", "text_settings"]
 
-_MOST_LAYERS, _MOST = 65536, 1 << 40
+_MOST_LAYERS, _MOST, _MOST_NAME = 65536, 1 << 40, 200
 INSIDE = ("decoder", "generator", "text_config", "llm_config", "language_config", "thinker_config")
 """Where a configuration of several models keeps the settings of the one that writes text."""
 _DECODER_NAMES = {"layers": ("decoder_layers",), "heads": ("decoder_attention_heads",), "hidden": ("d_model",)}
@@ -105,7 +105,7 @@ class Settings:
         others = self.config.get("per_layer_config")
         if not isinstance(others, Mapping):
             return self
-        own = next((v for k, v in others.items() if str(k).isdigit() and int(k) == index), None)
+        own = next((v for k, v in others.items() if str(k).strip() == str(index)), None)
         return Settings({**self.config, **own}, self.family) if isinstance(own, Mapping) else self
 
 
@@ -114,11 +114,11 @@ def text_settings(config: Mapping[str, Any]) -> Settings:
 
     Raise `InputError` where it names no family, `UnsupportedError` for a family that no engine captures.
     """
-    inner, outer = config, str(config.get("model_type") or "")
+    inner, outer = config, _family_of(config)
     seen = 0
     while (name := next((n for n in INSIDE if isinstance(inner.get(n), Mapping)), None)) is not None and seen < 4:
         inner, seen = inner[name], seen + 1
-    family = str(inner.get("model_type") or "")
+    family = _family_of(inner)
     if not family and inner is not config:
         family = ALIASES.get(outer, "")
     if not family:
@@ -127,3 +127,16 @@ def text_settings(config: Mapping[str, Any]) -> Settings:
     if family in REFUSED:
         raise UnsupportedError(f"{family} {REFUSED[family]}")
     return Settings(inner, family)
+
+
+def _family_of(config: Mapping[str, Any]) -> str:
+    """Return what a configuration is of, "" where it does not say."""
+    found = config.get("model_type")
+    if found is None:
+        return ""
+    if not isinstance(found, str) or len(found) > _MOST_NAME:
+        raise InputError(
+            "model_type is no name of a family", expected=f"a text of up to {_MOST_NAME} characters",
+            found=str(found)[:60],
+        )  # fmt: skip
+    return found

@@ -20,7 +20,9 @@ def gram(values: npt.NDArray[np.float32]) -> Floats:
 
     Heads are taken together; those of further tensors are added. Values that are no finite numbers count as 0.
     """
-    rows = np.asarray(values, np.float64).transpose(1, 0, 2).reshape(values.shape[1], -1)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        wide = np.asarray(values, np.float64)
+    rows = wide.transpose(1, 0, 2).reshape(values.shape[1], -1)
     rows = np.where(np.isfinite(rows), rows, 0.0)
     rows -= rows.mean(axis=0, keepdims=True)  # centred columns: the products keep their precision
     return np.asarray(rows @ rows.T)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvsnap.layout import Layer, Snapshot, Tensor
 from kvsnap.quantised import rows_of
 
-__all__ = ["BLOCK_BYTES", "HeadRows", "head_rows"]
+__all__ = ["BLOCK_BYTES", "HeadRows", "head_rows", "narrow"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -85,7 +85,7 @@ class HeadRows:
         for at, values, some in self._pieces(spans):
             for start, stop in some:
                 for first in range(start, stop, step):
-                    yield first, np.asarray(values[:, first - at : min(first + step, stop) - at], dtype=np.float32)
+                    yield first, narrow(values[:, first - at : min(first + step, stop) - at])
 
     def _pieces(
         self, spans: Sequence[tuple[int, int]]
@@ -135,6 +135,12 @@ def _as_heads(tensor: Tensor) -> npt.NDArray[Any]:
         if "head" in names:
             values = np.moveaxis(values, names.index("head"), 0)
     return values.reshape(_measures(tensor))
+
+
+def narrow(values: npt.NDArray[Any]) -> Floats:
+    """Return values as float32."""
+    with np.errstate(over="ignore", invalid="ignore"):  # float64 beyond float32 becomes infinite; a signalling NaN
+        return np.asarray(values, dtype=np.float32)
 
 
 def _of_tensor(layer: Layer, tensor: Tensor, first_head: int) -> HeadRows:

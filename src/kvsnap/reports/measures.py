@@ -172,8 +172,10 @@ def _channel_lines(mine: Sequence[Channels]) -> tuple[list[str], dict[int, Float
     names: list[str] = []
     for found in mine:
         rms = np.asarray(found.rms, dtype=np.float64)
+        fine = np.where(np.isfinite(rms), rms, np.nan)
+        fine[~np.isfinite(rms).any(axis=1)] = 0.0  # a head without a number has no median channel, and nothing is drawn
         with np.errstate(invalid="ignore", divide="ignore"):
-            middle = np.nanmedian(np.where(np.isfinite(rms), rms, np.nan), axis=1, keepdims=True)
+            middle = np.nanmedian(fine, axis=1, keepdims=True)
             ratios = np.where(middle > 0, rms / middle, np.nan)
         first = found.first_head
         parts.setdefault(found.layer, []).append(ratios.ravel())

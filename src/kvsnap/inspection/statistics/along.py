@@ -56,11 +56,12 @@ class Norms:
 
     def told(self) -> RowNorms:
         """Return what was gathered."""
-        lines = [_means(sums, counts) for sums, counts in self._lines.values()]
-        return RowNorms(
-            role=self.role, layers=tuple(self._lines), edges=self._edges, by_layer=np.array(lines, np.float32),
-            by_row=_means(self._sums, self._counts).astype(np.float32),
-        )  # fmt: skip
+        lines = np.array([_means(sums, counts) for sums, counts in self._lines.values()])
+        with np.errstate(over="ignore"):  # norms beyond float32 are told as infinite
+            return RowNorms(
+                role=self.role, layers=tuple(self._lines), edges=self._edges, by_layer=lines.astype(np.float32),
+                by_row=_means(self._sums, self._counts).astype(np.float32),
+            )  # fmt: skip
 
 
 def _means(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.number[Any]]) -> npt.NDArray[np.float64]:

@@ -151,7 +151,8 @@ def distribution_of(parts: Sequence[Measured], layer: LayerStatistics) -> Distri
     low = max(layer.min, layer.mean - _REACH * layer.std)
     high = min(layer.max, layer.mean + _REACH * layer.std)
     if high <= low:  # one value
-        low, high = low - 0.5, high + 0.5
+        room = max(0.5, 1e-6 * abs(low))
+        low, high = low - room, high + room
     # One bin more at each side for what lies beyond; a value that is the last edge belongs to the last bin.
     places = np.floor((values - low) * (_BINS / (high - low)))
     places[values == high] = _BINS - 1
@@ -168,7 +169,7 @@ def low_ratios(parts: Sequence[Measured]) -> Doubles | None:
     NaN for a row that was left out in all heads. Heads of zeros do not count; None without another. All parts have the
     same rows.
     """
-    norms = np.concatenate([p.norms for p in parts]).astype(np.float64)
+    norms = np.concatenate([p.norms for p in parts])
     norms = norms[np.isfinite(norms).any(axis=1)]
     if not norms.size:
         return None

@@ -95,7 +95,7 @@ class HeadMoments:
         shape = (dim, dim) if products else (dim,)
         return cls(np.zeros(dim), np.zeros(shape), np.full(dim, np.inf), np.full(dim, -np.inf))
 
-    def add(self, rows: Floats, scratch: Doubles) -> Floats:
+    def add(self, rows: Floats, scratch: Doubles) -> Doubles:
         """Take in rows `[n, dim]` and return their norms, NaN for a row that is left out. `scratch` is overwritten."""
         self.digest.update(np.ascontiguousarray(rows).data)
         with np.errstate(invalid="ignore"):
@@ -108,19 +108,19 @@ class HeadMoments:
         self.n_nan += nan
         self.n_infinite += int(finite.size - finite.sum()) - nan
         self.n_left_out += int(len(rows) - whole.sum())
-        norms = np.full(len(rows), np.nan, np.float32)
+        norms = np.full(len(rows), np.nan)
         if whole.any():
             kept = rows[whole]
             norms[whole] = self._add_finite(kept, kept.min(axis=0), kept.max(axis=0), scratch)
         return norms
 
-    def _add_finite(self, rows: Floats, low: Floats, high: Floats, scratch: Doubles) -> Floats:
+    def _add_finite(self, rows: Floats, low: Floats, high: Floats, scratch: Doubles) -> Doubles:
         n = len(rows)
         np.minimum(self.low, low, out=self.low)
         np.maximum(self.high, high, out=self.high)
         wide = scratch[:n]
         wide[...] = rows
-        norms: Floats = np.sqrt(np.einsum("nd,nd->n", wide, wide)).astype(np.float32)
+        norms: Doubles = np.sqrt(np.einsum("nd,nd->n", wide, wide))
         mean = np.ones(n) @ wide / n
         wide -= mean
         scatter = wide.T @ wide if self.scatter.ndim == 2 else np.einsum("nd,nd->d", wide, wide)
@@ -136,14 +136,15 @@ class HeadMoments:
 class Measured:
     """What one pass over a `HeadRows` gives.
 
-    `rows` are the rows of the sequence that were looked at, `norms` float32 `[heads, rows]`. `spread` is float32
+    `rows` are the rows of the sequence that were looked at, `norms` float64 `[heads, rows]`: that of
+    float32 values may be beyond float32. `spread` is float32
     `[heads, some rows, dim]`, rows at equal distances; `picked` those that were asked for.
     """
 
     found: HeadRows
     heads: list[HeadMoments]
     rows: Numbers
-    norms: Floats
+    norms: Doubles
     spread: Floats
     picked: Floats
 
@@ -159,7 +160,7 @@ def measure(
     rows = numbers_of(found, spans)
     products = products and has_products(found)
     heads = [HeadMoments.empty(found.dim, products=products) for _ in range(found.n_heads)]
-    norms = np.empty((found.n_heads, len(rows)), np.float32)
+    norms = np.empty((found.n_heads, len(rows)))
     stride = max(1, -(-len(rows) * found.n_heads * found.dim // _SPREAD_VALUES))
     wanted = np.searchsorted(rows, picks)
     spread, picked = [], []

@@ -1,0 +1,158 @@
+"""What hostile files and configurations come to in the answers of inspections: texts, numbers and settings."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvsnap
+from kvsnap.cli import run
+from kvsnap.layout import Layer, Snapshot, Tensor
+from synthetic import snapshot
+
+UNSEEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
+EVIL = "=1+1 \x1b[31m\u202e\x07 [bold]x[/]"
+NAME = "=\x1b[31mname.kvsnap"
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "hidden_size": 256, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    taken = snapshot(range(1, 9), architecture=EVIL, text=EVIL, metadata={EVIL: EVIL, "title": EVIL})
+    kvsnap.save(taken, "evil.kvsnap")
+    kvsnap.save(snapshot(range(1, 9)), "=\x1b[31mname.kvsnap")
+    return "evil.kvsnap"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("info",), ("info", "--layers"), ("growth",), ("growth", "--kinds", "--turns"), ("growth", NAME), 
+        ("diff", NAME),
+        ("diff", NAME, "--by", "head"), ("stats",), ("head", "0", "0"),
+    ],
+)  # fmt: skip
+def test_texts_of_files_cannot_steer_a_terminal(
+    evil: str, args: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([args[0], evil, *args[1:]]) in (0, 1)
+    told = "".join(capsys.readouterr())
+    assert told
+    assert not UNSEEN.search(told)
+    if args[0] in ("info", "growth"):
+        assert "\\u001b[31m\\u202e\\u0007" in "".join(told.split())
+        assert "[bold]x[/]" in told
+
+
+def test_names_of_files_cannot_either(evil: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ls", "."]) == 0
+    assert run(["info", "none\x1b[31m"]) == 3
+    told = capsys.readouterr()
+    assert "=\\u001b[31mname" in told.out
+    assert "none\\u001b[31m" in told.err
+    assert not UNSEEN.search(told.out + told.err)
+
+
+def test_cat_is_exact_in_a_pipe_and_careful_on_a_terminal(
+    evil: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["cat", evil]) == 0
+    assert capsys.readouterr().out == f"{EVIL}\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run(["cat", evil]) == 0
+    assert capsys.readouterr().out == "=1+1 \\u001b[31m\\u202e\\u0007 [bold]x[/]\n"
+
+
+def test_no_formula_gets_into_csv(evil: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["growth", "--csv", "=\x1b[31mname.kvsnap", evil]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert {row["source"] for row in rows} == {"'=\x1b[31mname.kvsnap", evil}
+    assert {row["architecture"] for row in rows} == {"synthetic", f"'{EVIL}"}
+    assert all(row["cache_bytes"].isdigit() for row in rows)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 10**9},  # heads of no width
+        {"num_key_value_heads": 0},
+        {"model_type": float("nan")},
+        {"model_type": ["llama"]},
+        {"model_type": "a" * 1000},
+    ],
+)
+def test_growth_refuses_what_no_model_has(change: dict[str, Any]) -> None:
+    assert kvsnap.growth(LLAMA, lengths=[10]).at(10).cache_bytes == 4 * 2 * 10 * 2 * 32 * 2
+    with pytest.raises(kvsnap.KvsnapError, match=r"model_type|a head and a width"):
+        kvsnap.growth({**LLAMA, **change})
+
+
+@pytest.mark.parametrize("name", ["\u00b2", "9" * 5000, "", "x"])
+def test_settings_of_layers_that_are_not_there_change_nothing(name: str) -> None:
+    found = kvsnap.growth({**LLAMA, "per_layer_config": {name: {"num_key_value_heads": 8}}}, lengths=[10])
+    own = kvsnap.growth({**LLAMA, "per_layer_config": {"1": {"num_key_value_heads": 8}}}, lengths=[10])
+    assert found.at(10).cache_bytes == 10240 < own.at(10).cache_bytes == 10240 // 4 * 3 + 10240
+
+
+@pytest.mark.parametrize("option", ["--at", "--budget"])
+def test_lengths_of_hundreds_of_digits_are_no_bug(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    assert run(["growth", str(path), option, "9" * 400]) == 2
+    assert f"{option} takes" in capsys.readouterr().err
+
+
+def _filled(value: float, dtype: str = "float32", bits: int | None = None) -> Snapshot:
+    made = snapshot(range(1, 20), layers=2, dtype=dtype)
+    layers = []
+    for layer in made.layers:
+        arrays = [np.full_like(np.asarray(t.array), value) for t in layer.tensors]
+        if bits is not None:
+            arrays = [np.full_like(a.view(np.uint32), bits).view(np.float32) for a in arrays]
+        tensors = tuple(Tensor(t.spec, a) for t, a in zip(layer.tensors, arrays, strict=True))
+        layers.append(Layer(index=layer.index, kind=layer.kind, tensors=tensors, num_query_heads=4))
+    return replace(made, layers=tuple(layers))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "bits"),
+    [
+        (float("nan"), "float32", None), (float("inf"), "float32", None), (3e38, "float32", None),
+        (1e300, "float64", None), (0.0, "float32", 0x7F800001),  # the last one: a signalling NaN
+    ],
+)  # fmt: skip
+def test_no_value_is_worth_a_warning(value: float, dtype: str, bits: int | None, tmp_path: Path) -> None:
+    path = str(tmp_path / "a.kvsnap")
+    kvsnap.save(_filled(value, dtype, bits), path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        found = kvsnap.statistics(path)
+        assert sum(layer.n_nan + layer.n_infinite for layer in found.layers) == (0 if value == 3e38 else 4 * 19 * 8)
+        if value == 3e38:  # rows whose norms are beyond float32 are in the means
+            assert all(h.mean_norm == pytest.approx(2 * 3e38) and h.n_left_out == 0 for h in found.heads)
+        kvsnap.head_table(kvsnap.load(path), 0, 0)
+        assert kvsnap.diff(path, path)
+        pytest.importorskip("matplotlib")
+        assert not kvsnap.report(path, tmp_path / "r.html").problems
+
+
+def test_head_says_what_is_missing() -> None:
+    with pytest.raises(kvsnap.KvsnapError, match="no layers"):
+        kvsnap.head_table(snapshot(range(1, 9), layers=0), 0, 0)
+    with pytest.raises(kvsnap.KvsnapError, match=r"no keys and values as floats.*int8"):
+        kvsnap.head_table(snapshot(range(1, 9), dtype="int8"), 0, 0)
