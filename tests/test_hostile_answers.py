@@ -17,6 +17,7 @@ import pytest
 import kvsnap
 from kvsnap.cli import run
 from kvsnap.layout import Layer, Snapshot, Tensor
+from report_pages import page_of
 from synthetic import snapshot
 
 UNSEEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
@@ -40,7 +41,7 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     "args",
     [
-        ("info",), ("info", "--layers"), ("growth",), ("growth", "--kinds", "--turns"), ("growth", NAME), 
+        ("info",), ("info", "--layers"), ("growth",), ("growth", "--kinds", "--turns"), ("growth", NAME),
         ("diff", NAME),
         ("diff", NAME, "--by", "head"), ("stats",), ("head", "0", "0"),
     ],
@@ -156,3 +157,53 @@ def test_head_says_what_is_missing() -> None:
         kvsnap.head_table(snapshot(range(1, 9), layers=0), 0, 0)
     with pytest.raises(kvsnap.KvsnapError, match=r"no keys and values as floats.*int8"):
         kvsnap.head_table(snapshot(range(1, 9), dtype="int8"), 0, 0)
+
+
+@pytest.mark.parametrize("name", ["own.kvsnap", "other.kvsnap", "other.mlxkv", "session.kvsnap"])
+def test_no_page_and_no_table_takes_the_place_of_a_cache(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("own.kvsnap", "other.kvsnap"):
+        kvsnap.save(snapshot(range(1, 9)), path)
+    kvsnap.save(snapshot(range(1, 9)), "other.mlxkv", format="mlxkv")
+    with kvsnap.Session.open("session.kvsnap") as session:
+        session.append(snapshot(range(1, 9)))
+    before = Path(name).read_bytes()
+    taken = kvsnap.head_table(kvsnap.load("own.kvsnap"), 0, 0)
+    assert run(["report", "own.kvsnap", "-o", name, "--overwrite"]) == 2
+    assert run(["stats", "own.kvsnap", "-o", name, "--overwrite"]) == 2
+    with pytest.raises(kvsnap.KvsnapError, match="this is a cache file"):
+        kvsnap.report("own.kvsnap", name, overwrite=True)
+    Path(name).rename("x.csv")
+    with pytest.raises(kvsnap.KvsnapError, match="this is a cache file"):
+        taken.save("x.csv", overwrite=True)
+    assert Path("x.csv").read_bytes() == before
+    Path("x.csv").write_text("old")
+    assert taken.save("x.csv", overwrite=True) == ("x.csv",)
+    assert Path("x.csv").read_text().startswith("row,")
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("n_changes", [0, 1, 100])
+def test_a_page_tells_of_one_commit(n_changes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    path = str(tmp_path / "s.kvsnap")
+    with kvsnap.Session.open(path) as session:
+        session.append(snapshot(range(1, 9)))
+    lengths = [8]
+
+    def load(*args: Any, **settings: Any) -> Any:
+        if len(lengths) <= n_changes:
+            lengths.append(lengths[-1] + 1)
+            with kvsnap.Session.open(path) as session:
+                session.append(snapshot(range(1, lengths[-1] + 1)))
+        return kvsnap.load(*args, **settings)
+
+    monkeypatch.setattr("kvsnap.reporting.load", load)
+    told = kvsnap.report(path, tmp_path / "r.html")
+    if n_changes > 50:
+        assert "changed again and again" in told.problems[0]
+        return
+    assert not told.problems
+    assert f"{8 + n_changes} tokens in 1 file" in page_of(tmp_path / "r.html").text

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvsnap import __version__
-from kvsnap.errors import ExtraMissingError, InputError, KvsnapError, MissingError
+from kvsnap.errors import ConflictError, ExtraMissingError, InputError, KvsnapError, MissingError
 from kvsnap.files import make_directory, write_whole
 from kvsnap.filing import inspect, load
 from kvsnap.formats.native import NAME
 from kvsnap.inspection.comparing import diff
 from kvsnap.inspection.described import Summary
 from kvsnap.inspection.differences import Diff
+from kvsnap.inspection.exporting import refuse_cache
 from kvsnap.inspection.growing import growth
 from kvsnap.inspection.growth import Growth
 from kvsnap.inspection.statistics import Statistics, statistics
@@ -39,6 +40,8 @@ Path = str | os.PathLike[str]
 Keys = bytes | Callable[[str], bytes | None] | None
 Detokenize = Callable[[Sequence[int]], str]
 
+_TRIES = 5
+"""Times that a file is read which a session is writing to meanwhile: a page tells of one commit."""
 _WITH_TEXT = (
     "This page holds text or token ids of the conversation: whoever has it can read that. Made with --no-text (in "
     "Python text=False) it holds neither."
@@ -247,6 +250,7 @@ def _check(out: Path, figures: Path | None, figure_format: str, *, overwrite: bo
         raise MissingError("no such directory to write to", path=os.path.dirname(path))
     if os.path.lexists(path) and not overwrite:
         raise InputError("there is a file of this name: use another name, or allow to overwrite it", path=path)
+    refuse_cache(path)
     if figures is not None and os.path.lexists(figures) and not os.path.isdir(figures):
         raise InputError("pictures need a directory, this is a file", path=os.fspath(figures))
 
@@ -259,16 +263,16 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 def _told(name: str, path: str, options: _Options, steps: _Steps) -> _Told:
     key = options.key_of(path)
-    summary = inspect(path, key=key)
-    found = _Told(name, path, summary, [overview(summary, with_text=options.text)])
-    found.cards += [card for card in (sizes(summary),) if card is not None]
+    found = _Told(name, path, inspect(path, key=key), [])
     try:
-        snapshot = load(path, key=key)
-        if summary.format == NAME and not summary.sealed:
-            with Session.open(path, readonly=True, create=False) as session:
-                found.cards += [card for card in (turns_of(session.history),) if card is not None]
-        found.growth = growth(path, key=key)
-        found.cards += cards_of_growth(found.growth)
+        for _ in range(_TRIES):
+            snapshot = _read(found, key, options)
+            now = inspect(path, key=key)
+            if _state(now) == _state(found.summary):
+                break
+            found = _Told(name, path, now, [])
+        else:
+            raise ConflictError("the file was changed again and again while it was read", path=path)
         measured = statistics(snapshot, sample=options.sample, progress=steps.within)
         pieces = _pieces(snapshot, options)
         found.cards += cards_of(measured, pieces, with_text=options.text, brief=options.brief)
@@ -280,6 +284,25 @@ def _told(name: str, path: str, options: _Options, steps: _Steps) -> _Told:
         found.problem = f"{name}: {error}"
         found.cards.append(_unread(error))
     return found
+
+
+def _read(found: _Told, key: bytes | None, options: _Options) -> Snapshot:
+    """Add what is told without reading all rows; return the snapshot, which stays as it is whatever comes."""
+    summary, path = found.summary, found.path
+    found.cards.append(overview(summary, with_text=options.text))
+    found.cards += [card for card in (sizes(summary),) if card is not None]
+    snapshot = load(path, key=key)
+    if summary.format == NAME and not summary.sealed:
+        with Session.open(path, readonly=True, create=False) as session:
+            found.cards += [card for card in (turns_of(session.history),) if card is not None]
+    found.growth = growth(path, key=key)
+    found.cards += cards_of_growth(found.growth)
+    return snapshot
+
+
+def _state(summary: Summary) -> tuple[object, ...]:
+    """Return what differs once a file was written to, or another one took its name."""
+    return summary.file_id, summary.file_bytes, summary.commit, summary.n_tokens
 
 
 def _unread(error: KvsnapError) -> Card:

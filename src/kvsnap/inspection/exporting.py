@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.errors import ExtraMissingError, InputError
+from kvsnap import formats
+from kvsnap.errors import ExtraMissingError, FormatError, InputError
 from kvsnap.files import write_whole
 from kvsnap.inspection.values import HeadRows, head_rows, narrow
 from kvsnap.layout import Layer, Snapshot
 from kvsnap.results import Result, Table
 
-__all__ = ["ENDINGS", "HeadTable", "head_table", "targets_of"]
+__all__ = ["ENDINGS", "HeadTable", "head_table", "refuse_cache", "targets_of"]
 
 ENDINGS = (".npy", ".npz", ".csv", ".parquet")
 """Endings of file names, each a format that a table is written in."""
@@ -88,6 +89,8 @@ class HeadTable(Result):
         taken = next((name for name in names if os.path.lexists(name) and not overwrite), None)
         if taken is not None:
             raise InputError("there is a file of this name: use another name, or overwrite it", path=taken)
+        for name in names:
+            refuse_cache(name)
         contents = self._contents(os.fspath(path))
         for name, content in zip(names, contents, strict=True):
             write_whole(name, [content], new=not overwrite)
@@ -127,6 +130,17 @@ class HeadTable(Result):
         memory = io.BytesIO()
         parquet.write_table(pa.table(arrays).replace_schema_metadata(told), memory)
         return memory.getvalue()
+
+
+def refuse_cache(path: str) -> None:
+    """Raise `InputError` where a cache file has this name: what is told about caches never takes the place of one."""
+    if not os.path.isfile(path):
+        return
+    try:
+        found = formats.format_of(path)
+    except FormatError:
+        return
+    raise InputError("this is a cache file, which would be lost: use another name", path=path, found=found.name)
 
 
 def _npy(values: npt.NDArray[Any]) -> bytes:

@@ -105,7 +105,7 @@ class Settings:
         others = self.config.get("per_layer_config")
         if not isinstance(others, Mapping):
             return self
-        own = next((v for k, v in others.items() if str(k).strip() == str(index)), None)
+        own = next((v for k, v in others.items() if _is_number(str(k)) and int(k) == index), None)
         return Settings({**self.config, **own}, self.family) if isinstance(own, Mapping) else self
 
 
@@ -140,3 +140,7 @@ def _family_of(config: Mapping[str, Any]) -> str:
             found=str(found)[:60],
         )  # fmt: skip
     return found
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= len(str(_MOST_LAYERS))
