@@ -85,7 +85,7 @@ def test_every_command_explains_itself_with_examples(kv: Call) -> None:
         "generate", "resume", "info", "cat", "head", "log", "check", "verify", "truncate", "reset", "sweep", "demo",
         "convert", "fork", "compact", "rewind", "ls", "find", "rm", "rename", "pin", "unpin", "prune", "collect",
         "doctor", "repair", "keygen", "split", "join", "edit", "serve", "attention", "quality", "chat", "growth",
-        "diff", "stats",
+        "diff", "stats", "report",
     }  # fmt: skip
     for name, command in root.commands.items():
         shown = kv(name, "--help")

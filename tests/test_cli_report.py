@@ -74,3 +74,27 @@ def test_without_matplotlib_one_line_says_what_to_install(
     assert code == 11
     assert "kvsnap[plots]" in err
     assert not Path("r.html").exists()
+
+
+def test_a_session_is_never_replaced_by_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvsnap.session import Session
+
+    with Session.open("chat.kvsnap") as session:
+        session.append(snapshot(range(1, 9)))
+    before = Path("chat.kvsnap").read_bytes()
+    assert ask(capsys, "chat.kvsnap", "-o", "chat.kvsnap", "--overwrite")[0] == 2
+    assert run(["stats", "chat.kvsnap", "-o", "chat.kvsnap", "--overwrite"]) == 2
+    assert Path("chat.kvsnap").read_bytes() == before
+
+
+@pytest.mark.parametrize("command", ["diff s.kvsnap t.kvsnap", "stats s.kvsnap", "growth s.kvsnap t.kvsnap"])
+def test_answers_of_other_commands_are_drawn(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    kvsnap.save(snapshot(range(1, 20), layers=2), "s.kvsnap")
+    kvsnap.save(snapshot(range(1, 20), layers=2), "t.kvsnap", codec="q8")
+    code = run([*command.split(), "-o", "r.html", "--json"])
+    printed = capsys.readouterr()
+    json.loads(printed.out)
+    assert code == (1 if command.startswith("diff") else 0)
+    assert "r.html: " in printed.err
+    assert Path("r.html").read_text(encoding="utf-8").count("<figure") > 1
+    assert run([*command.split(), "-o", "r.html"]) == 2

@@ -182,3 +182,14 @@ def test_a_cell_without_a_value_is_hatched_and_one_with_is_not() -> None:
     values[0, 0] = np.nan
     assert "<pattern" in drawn(HeatMap(title="t", x="x", y="y", scale="s", values=values)).svg
     assert "<pattern" not in whole
+
+
+def test_texts_on_cells_have_colours_of_their_own_whatever_the_page_has() -> None:
+    # A page's own colour of text is light on a dark page, and unreadable on a yellow cell.
+    strip = Strip(title="t", scale="norm", tokens=("dim", "bright", "none"), values=np.array([1.0, 9.0, np.nan]))
+    text = drawn(strip).svg
+    found = {word: re.search(rf"<text([^>]*)>{word}<", text) for word in strip.tokens}
+    fills = {word: re.search(r'fill="([^"]*)"', made[1]) for word, made in found.items() if made is not None}
+    assert {word: made and made[1] for word, made in fills.items()} == {
+        "dim": "#ffffff", "bright": "#000001", "none": "currentColor",
+    }  # fmt: skip

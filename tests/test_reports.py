@@ -193,6 +193,22 @@ def test_without_text_neither_text_nor_ids_are_in_the_page() -> None:
     assert "were left out" in text
 
 
+def test_ids_of_sinks_are_left_out_with_the_text() -> None:
+    """A row with short values in many layers is named with its id, but not where ids are to be left out."""
+    taken = snapshot([91234, *range(1, 40)], layers=8, heads=2, dim=8)
+    for layer in taken.layers:
+        held = layer.tensor("v")
+        assert held is not None
+        held.array[:, 0] *= 0.001
+    kvsnap.save(taken, "s.kvsnap")
+    assert kvsnap.statistics("s.kvsnap").sinks[0].token == 91234
+    kvsnap.report("s.kvsnap", "with.html")
+    kvsnap.report("s.kvsnap", "r.html", text=False)
+    assert re.search(r"\b91,?234\b", page_of("with.html").said())
+    assert not re.search(r"\b91,?234\b", page_of().said())
+    assert "may be attention sinks" in page_of().text
+
+
 def test_escaping() -> None:
     assert visible("a\u202eb\x07c\n\td") == "a\\u202eb\\u0007c⏎⇥d"
     assert visible("a\nb", lines=True) == "a\nb"

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from kvsnap.library import Library
     from kvsnap.probing import inspect_attention, probe, save_attention
     from kvsnap.protocols import Engine, Token
-    from kvsnap.reporting import ReportFile, report, report_library
+    from kvsnap.reporting import ReportFile, report, report_answer, report_library
     from kvsnap.session import Session
     from kvsnap.speculation import Speculated, Speculation, speculate
     from kvsnap.starting import Started, start
@@ -111,6 +111,7 @@ __all__ = [
     "remove",
     "repair",
     "report",
+    "report_answer",
     "report_library",
     "restore",
     "reuse",
@@ -153,6 +154,7 @@ _LATER = {
     "quality": "inspection.quality",
     "report": "reporting",
     "report_library": "reporting",
+    "report_answer": "reporting",
     "save_attention": "probing",
     "speculate": "speculation",
     "start": "starting",

@@ -14,9 +14,10 @@ from kvsnap.filing import inspect, load
 from kvsnap.formats.native import NAME
 from kvsnap.inspection.comparing import diff
 from kvsnap.inspection.described import Summary
+from kvsnap.inspection.differences import Diff
 from kvsnap.inspection.growing import growth
 from kvsnap.inspection.growth import Growth
-from kvsnap.inspection.statistics import statistics
+from kvsnap.inspection.statistics import Statistics, statistics
 from kvsnap.layout import Snapshot
 from kvsnap.library import Library
 from kvsnap.plots import check_matplotlib, png, svg_file
@@ -32,7 +33,7 @@ from kvsnap.reports.words import count
 from kvsnap.results import Result, Table, table_of
 from kvsnap.session import Session
 
-__all__ = ["FigureFile", "ReportFile", "report", "report_library"]
+__all__ = ["FigureFile", "ReportFile", "report", "report_answer", "report_library"]
 
 Path = str | os.PathLike[str]
 Keys = bytes | Callable[[str], bytes | None] | None
@@ -193,6 +194,45 @@ def report_library(
         with Library(library, readonly=True) as opened:
             page = page_of_library(opened, head)
     return _written(page, out, figures, figure_format, [], steps)
+
+
+def report_answer(
+    found: Diff | Statistics | Growth | Sequence[Growth],
+    out: Path,
+    *,
+    title: str | None = None,
+    text: bool = True,
+    figures: Path | None = None,
+    figure_format: Literal["png", "svg"] = "png",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ReportFile:
+    """Write one page about what `diff`, `statistics` or `growth` answered; several growths stand side by side.
+
+    With `text=False` no text and no token id is in it. Raise as `report` does, `InputError` for an empty sequence.
+    """
+    _check(out, figures, figure_format, overwrite=overwrite)
+    if isinstance(found, Diff):
+        sides = [side.path or name for side, name in ((found.a, "a"), (found.b, "b"))]
+        a, b = _names(sides) if sides[0] != sides[1] else ("a", "b")
+        head, cards = f"{a} and {b}", cards_of_diff(found, (a, b), with_text=text)
+    elif isinstance(found, Statistics):
+        head = f"Statistics of {os.path.basename(found.path or found.architecture)}"
+        cards = cards_of(found, None, with_text=text)
+    else:
+        several = [found] if isinstance(found, Growth) else list(found)
+        if not several:
+            raise InputError("a report needs something to tell of")
+        names = [one.source or one.architecture for one in several]
+        head = "Growth of " + (names[0] if len(several) == 1 else f"{len(several)} caches")
+        side = compared_growth(list(zip(names, several, strict=True)))
+        cards = [] if side is None else [side]
+        for name, one in zip(names, several, strict=True):
+            own = cards_of_growth(one)
+            cards += own if len(several) == 1 else [Card(f"{visible(name)}: {c.title.lower()}", c.blocks) for c in own]
+    notes = (Note(_WITH_TEXT if text else _WITHOUT),) if isinstance(found, Diff | Statistics) else ()
+    page = Page(title or visible(head), f"kvsnap {__version__}", (Group("What was found", tuple(cards)),), notes=notes)
+    return _written(page, out, figures, figure_format, [], _Steps(1, progress))
 
 
 def _check(out: Path, figures: Path | None, figure_format: str, *, overwrite: bool) -> None:

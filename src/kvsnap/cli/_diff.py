@@ -24,6 +24,7 @@ from kvsnap.cli._output import (
     size,
     table,
 )
+from kvsnap.cli._report import check_page, page_options, write_page
 from kvsnap.formats.native import is_encrypted
 from kvsnap.inspection.differences import Diff, HeadDifference, LayerDifference, Side
 from kvsnap.results import Cell, Table, text_of
@@ -50,6 +51,7 @@ _SHOWN_FIELDS = 8
 @click.option("--require", type=click.Choice(["all", "cache", "bound"]), default="all", show_default=True,
               help="What exit code 0 asks for.")  # fmt: skip
 @click.option("--csv", "as_csv", is_flag=True, help="Print the table as CSV, whole, and nothing else.")
+@page_options
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing: the exit code is the answer.")
 @key_options()
 @library_option
@@ -63,8 +65,8 @@ _SHOWN_FIELDS = 8
 )
 def diff(
     a: str, b: str | None, commit_a: int | None, commit_b: int | None, layers: tuple[int, ...], all_rows: bool,
-    similar: bool | None, by: str, limit: int, model: str | None, require: str, as_csv: bool, quiet: bool, keys: Keys,
-    as_json: bool,
+    similar: bool | None, by: str, limit: int, model: str | None, require: str, as_csv: bool, page: str | None,
+    overwrite: bool, quiet: bool, keys: Keys, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare the caches in A and B: encodings, runs, turns, formats of one model, or two variants of one.
 
@@ -76,6 +78,7 @@ def diff(
         raise click.UsageError("name a second file, or a commit of the first to compare it with (--commit-a)")
     if sum((as_csv, quiet, as_json)) > 1:
         raise click.UsageError("--csv, --json and --quiet exclude each other")
+    check_page(page, overwrite=overwrite)
     other = a if b is None else b
     key_a, key_b = _keys(keys, a, other)
     with progress("comparing") as report:
@@ -83,6 +86,7 @@ def diff(
             a, other, layers=layers or None, all_rows=all_rows, similar=similar, detokenize=_decoder(model),
             key_a=key_a, key_b=key_b, commit_a=commit_a, commit_b=commit_b, progress=report,
         )  # fmt: skip
+    write_page(found, page, overwrite=overwrite)
     code = 0 if _holds(found, require) else 1
     if as_json:
         data = found.to_dict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import click
 
@@ -11,8 +11,37 @@ import kvsnap
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._names import library_option, named, no_name, open_existing, shown
 from kvsnap.cli._output import CheckFailed, count, emit, examples, json_option, progress, remark, size
+from kvsnap.cli._paths import check_target
+from kvsnap.plots import check_matplotlib
 
-__all__ = ["COMMANDS"]
+__all__ = ["COMMANDS", "check_page", "page_options", "write_page"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def page_options(function: Function) -> Function:
+    """Add `-o PAGE` and `--overwrite` to a command whose answer can be drawn; as the parameters `page`, `overwrite`."""
+    for option in (
+        click.option("--overwrite", is_flag=True, help="Replace PAGE when it is there already."),
+        click.option("-o", "--output", "page", metavar="PAGE", callback=no_name, help="Draw it, too: an .html file."),
+    ):
+        function = option(function)
+    return function
+
+
+def check_page(page: str | None, *, overwrite: bool) -> None:
+    """Raise, before any work, where the page that is asked for cannot be written."""
+    if page is not None:
+        check_target(page, overwrite=overwrite, option="-o")
+        check_matplotlib()
+
+
+def write_page(found: Any, page: str | None, *, overwrite: bool) -> None:
+    """Write what a command found as a page, where one was asked for, and say so on stderr."""
+    if page is not None:
+        with progress("drawing") as told:
+            made = kvsnap.report_answer(found, page, overwrite=overwrite, progress=told)
+        remark(f"{made.path}: {size(made.nbytes)}, {count(len(made.figures), 'picture')}")
 
 
 @click.command()
@@ -54,6 +83,7 @@ def report(
     """
     if not files and (sample is not None or model is not None or no_text):
         raise click.UsageError("--sample, --model and --no-text are for FILEs")
+    check_page(output, overwrite=overwrite)
     with progress("reporting") as told:
         if not files:
             with open_existing() as library:

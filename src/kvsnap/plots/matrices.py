@@ -140,7 +140,8 @@ def draw_strip(picture: Strip, sheet: Sheet) -> Callable[[], Hover]:
             )
         )  # fmt: skip
         dark = known and 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.18
-        ink = ("#ffffff" if dark else "#000000") if known else sheet.ink
+        # Not quite black: that is left out of an SVG as its default, and a page's default is the colour of its text.
+        ink = ("#ffffff" if dark else "#000001") if known else sheet.ink
         axes.text(column + 0.5, line + 0.52, _short(token), ha="center", va="center", fontsize=7, color=ink,
                          parse_math=False)  # fmt: skip
     axes.set_xlim(0, _ACROSS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -22,6 +23,9 @@ _COLUMNS, _FEW_COLUMNS = 512, 256
 _PANELS = 48
 _TOKENS, _FEW_TOKENS = 256, 64
 """Tokens that are shown from each end, on a page about one file and about several."""
+
+_IDS = re.compile(r"\s*\(tokens? [\d, ]+\)")
+"""How findings name the ids of rows."""
 
 _BY_HEAD = (
     ("mean_norm", "mean norm", "Mean Euclidean norm of the rows of each head."),
@@ -45,7 +49,7 @@ def cards_of(
 
     Without `with_text` no id of a token is told. `brief` draws fewer columns and tokens: for a page about several.
     """
-    cards = [_findings(statistics)]
+    cards = [_findings(statistics, with_text=with_text)]
     roles = [role for role in statistics.roles if _rows(statistics, role)]
     made = (
         _by_head(statistics, roles),
@@ -62,11 +66,12 @@ def _rows(statistics: Statistics, role: str) -> bool:
     return any(not layer.is_state for layer in statistics.layers if layer.role == role)
 
 
-def _findings(statistics: Statistics) -> Card:
+def _findings(statistics: Statistics, *, with_text: bool) -> Card:
     said: list[Block] = []
     if statistics.sample is not None:
         said.append(Text(f"Figures are of a sample: {count(statistics.sample, 'row')} were asked for."))
-    claims = tuple((visible(text), None) for text in statistics.findings)
+    told = statistics.findings if with_text else [_IDS.sub("", text) for text in statistics.findings]
+    claims = tuple((visible(text), None) for text in told)
     said.append(Claims(claims) if claims else Text("Nothing stands out: no dead head, no outlier channel, no NaN."))
     if statistics.notes:
         said += [Text("About these figures:", quiet=True), Claims(tuple((visible(n), None) for n in statistics.notes))]
