@@ -126,9 +126,7 @@ def _remarks(settings: Settings, layers: tuple[LayerGrowth, ...]) -> list[str]:
         told = ", ".join(f"{name} {value:,}" for name, value in settings.taken.items())
         notes.append(f"left out, so that of a {settings.family} configuration without settings: {told}")
     if settings.family == "falcon" and settings.get("new_decoder_architecture"):
-        notes.append(
-            "keys and values of each query head, as transformers keeps them: engines that keep those of groups need less"
-        )
+        notes.append("keys and values of each query head, as transformers keeps them; with those of groups it is less")
     kinds = {tensor.kind for layer in layers for tensor in layer.tensors}
     if "latent" in kinds:
         notes.append(
