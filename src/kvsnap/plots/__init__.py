@@ -90,7 +90,9 @@ def _height(picture: Picture) -> float:
         return height_of_histograms(picture)
     if isinstance(picture, Lines):
         return 3.5
-    return height_of_rows(len(picture.values if isinstance(picture, Bars) else _rows_of(picture)))
+    if isinstance(picture, Bars):
+        return height_of_rows(len(picture.values)) + (0.24 if picture.bands else 0.0)
+    return height_of_rows(len(_rows_of(picture)))
 
 
 def _rows_of(picture: Tree | Timeline) -> tuple[Any, ...]:
