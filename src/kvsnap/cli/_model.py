@@ -241,7 +241,11 @@ def open_tokenizer(model: str) -> Any:
 
 def open_decoder(model: str) -> Callable[[Sequence[int]], str]:
     """Return what turns ids into text, from the tokenizer of a model; its weights are not loaded."""
-    decode = open_tokenizer(model).decode
+    return _decoder_of(open_tokenizer(model))
+
+
+def _decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    decode = tokenizer.decode
     return lambda ids: str(decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
@@ -256,19 +260,22 @@ def recorded_decoder(
     chosen = choose_model(None, metadata)
     if chosen.why != "recorded" or not identity.tokenizer:
         return None
-    from kvsnap.engines.decoding import stored_decoder
+    from kvsnap.engines.decoding import digest_of, stored_decoder
 
     try:
         found = stored_decoder(chosen.name)
+        if found is None:
+            return None
+        decode, digest = found
+        if digest == identity.tokenizer:
+            return decode
+        tokenizer = open_tokenizer(chosen.name)  # some families are read in another way than their file says
+        if digest_of(tokenizer) == identity.tokenizer:
+            return _decoder_of(tokenizer)
     except (KvsnapError, OSError):
         return None  # nobody asked for this model: ids are shown
-    if found is None:
-        return None
-    decode, digest = found
-    if digest != identity.tokenizer:
-        remark(f"{name}: {chosen.name} has another tokenizer now: token ids are shown")
-        return None
-    return decode
+    remark(f"{name}: {chosen.name} has another tokenizer now: token ids are shown")
+    return None
 
 
 def _set_quiet() -> None:

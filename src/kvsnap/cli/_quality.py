@@ -74,7 +74,7 @@ _SOURCES = {
 @examples(
     "kvsnap quality story.kvsnap --codec q8 --rounded bfloat16",
     "kvsnap quality story.kvsnap small.kvsnap --text-file next-chapter.txt",
-    "kvsnap quality story.kvsnap --codec q8 --codec q4 -o cost.html",
+    "kvsnap quality story.kvsnap --codec q8 --rounded bfloat16 -o cost.html",
     "kvsnap quality story.kvsnap --codec q8 --last 128 --fail-above 0.003",
 )
 def quality(

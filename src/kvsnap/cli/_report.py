@@ -132,6 +132,7 @@ def report(
     if not files and (sample is not None or model is not None or no_text):
         raise click.UsageError("--sample, --model and --no-text are for FILEs")
     Drawing(output, overwrite, figures, figure_format, no_text).check()
+    decoders = None if no_text else _decoders(files, model, keys)
     with progress("reporting") as told:
         if not files:
             with open_existing() as library:
@@ -143,7 +144,7 @@ def report(
             made = kvsnap.report(
                 files, output, title=title, names=_names(files), sample=sample, text=not no_text, figures=figures,
                 figure_format=figure_format, overwrite=overwrite, key=keys.of,
-                detokenize=None if no_text else _decoders(files, model, keys), progress=told,
+                detokenize=decoders, progress=told,
             )  # fmt: skip
     if as_json:
         emit(made.to_dict())

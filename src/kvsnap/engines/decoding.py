@@ -1,7 +1,8 @@
 """Turns ids into text with the tokenizer file of a local model, without torch and transformers.
 
 transformers imports torch to read a tokenizer: some seconds, where the file itself takes a third of one. Whether both
-decode alike is not taken on trust: the digest is over the same text as that of an identity.
+are the same is not taken on trust: the digest is over the same text as that of an identity. It is another one for
+families whose tokenizer transformers builds in its own way, though ids mean the same.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvsnap.engines._tf_identity import digest_of_rust
+from kvsnap.engines._tf_identity import tokenizer_digest as digest_of
 from kvsnap.engines.gguf import TokenizerErrors, conversion_of, require
 from kvsnap.engines.models import resolve
 
-__all__ = ["stored_decoder"]
+__all__ = ["digest_of", "stored_decoder"]
 
 Decode = Callable[[Sequence[int]], str]
 

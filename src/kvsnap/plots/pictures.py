@@ -46,8 +46,8 @@ def number(value: float) -> str:
 class Bars:
     """Horizontal bars: name to (value, text beside it). `colours` are numbers 1 to 3, one for each bar.
 
-    On a logarithmic axis a value that is not above 0 has a text and no bar. `bands` are (end, word): what values up to
-    there are called, the first band from the left edge on; the last one may end at infinity.
+    On a logarithmic axis a value of 0, or one far below the first band, has a text and no bar. `bands` are (end, word):
+    what values up to there are called, the first band from the left edge on; the last one may end at infinity.
     """
 
     title: str

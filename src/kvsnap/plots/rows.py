@@ -57,7 +57,7 @@ def draw_bars(picture: Bars, sheet: Sheet) -> Callable[[], Hover]:
     """Draw horizontal bars with a text beside each."""
     names = list(picture.values)
     left = _left(names)
-    axes = sheet.axes(left=left, top=0.34 if picture.bands else 0.1)
+    axes = sheet.axes(left=left, top=0.48 if picture.bands else 0.1)
     room = WIDTH - left - 0.2
     fill = [sheet.colours[BARS[n - 1]] for n in picture.colours]
     ends = [value for value, _ in picture.values.values()]
@@ -88,10 +88,12 @@ def draw_bars(picture: Bars, sheet: Sheet) -> Callable[[], Hover]:
 
 
 def _decades(picture: Bars) -> tuple[float, float]:
-    """Return the ends of a logarithmic axis that has all values and all bands on it."""
+    """Return the ends of a logarithmic axis with all values and bands, but for values far below the first band."""
     known = [value for value, _ in picture.values.values() if 0 < value < math.inf]
     known += [end for end, _ in picture.bands if 0 < end < math.inf]
     low, high = (min(known), max(known)) if known else (1.0, 1.0)
+    if picture.bands:
+        low = max(low, picture.bands[0][0] / 300)
     return 10.0 ** math.floor(math.log10(low) - 0.5), high
 
 
@@ -99,14 +101,16 @@ def _bands(axes: Any, picture: Bars, sheet: Sheet) -> None:
     """Draw where a band ends and the next begins, and their words above."""
     low, high = axes.get_xlim()
     start = low
-    for end, word in picture.bands:
+    for place, (end, word) in enumerate(picture.bands):
         stop = min(end, high)
         if stop <= start:
             continue
         if end < high:
             axes.axvline(end, color=sheet.colours[BARS[2]], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         middle = math.sqrt(start * stop) if picture.logarithmic else (start + stop) / 2
-        axes.annotate(word, (middle, 1), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points",
+        above = 4 + 10 * (place % 2)  # in two lines: words of narrow bands would touch
+        axes.annotate(word, (middle, 1), xycoords=("data", "axes fraction"), xytext=(0, above),
+                      textcoords="offset points",
                       ha="center", va="bottom", fontsize=7.5, color=sheet.ink, parse_math=False)  # fmt: skip
         start = stop
 

@@ -113,7 +113,7 @@ def _divergence(quality: Quality) -> Card | None:
     )  # fmt: skip
     text = (
         "How far the predictions of the next token move, on average over the places; ± is the standard error of the "
-        "mean. The words above are those of the verdict; a value of 0 has no bar."
+        "mean. The words above are those of the verdict; a value below the axis has no bar."
     )
     yardsticks = Table("To compare with", ("what", "mean KL in nats", "top-1 agreement"), YARDSTICKS)
     told = Text("Measured of SmolLM2-135M-Instruct on other texts: another model has other yardsticks.", quiet=True)
@@ -171,12 +171,13 @@ def _bars(quality: Quality, figure: Callable[[Effect], float | None], text: Call
 def _agreement(quality: Quality) -> Card | None:
     bars = _bars(
         quality, lambda e: None if e.top1 is None else 100 * e.top1,
-        lambda e: f"{e.top1:.1%}" + ("" if e.top5 is None else f"; of the five most probable {e.top5:.1%}"),
+        lambda e: f"{e.top1:.1%}" + ("" if e.top5 is None else f", top-5 {e.top5:.1%}"),
     )  # fmt: skip
     if not bars:
         return None
+    text = "Places with the same most probable token; top-5 is the mean part of the five most probable ones."
     picture = Bars("Top-1 agreement", "% of places with the same most probable token", bars, (1,) * len(bars))
-    return Card("Agreement", (Figure("quality-agreement", picture),))
+    return Card("Agreement", (Figure("quality-agreement", picture, text),))
 
 
 def _perplexity(quality: Quality) -> Card | None:
