@@ -23,6 +23,7 @@ from kvsnap.cli._output import (
     show_table,
     size,
     table,
+    tell,
 )
 from kvsnap.cli._report import check_page, page_options, write_page
 from kvsnap.formats.native import is_encrypted
@@ -136,6 +137,8 @@ _NAMES = {
     "cosine_min": "min cosine", "max_abs": "max error", "within_bound": "within", "rms_a": "rms a", "rms_b": "rms b",
     "row": "at row",
 }  # fmt: skip
+_SPARE = ("kind", "rms b", "rms a", "bound", "rows", "cka", "worst row")
+"""What a narrow terminal does without, the first one first."""
 
 
 def _whole_table(found: Diff, by: str) -> Table:
@@ -204,8 +207,9 @@ def _print(found: Diff, by: str, limit: int) -> None:
                   right=("tokens", "layers", "cache", "per token", "on disk"))  # fmt: skip
     for name, side in (("a", found.a), ("b", found.b)):
         sides.add_row(name, *map(escape, _side(side)))
-    show_table(sides)
-    print(f"\n{found}")
+    show_table(sides, spare=("dtype", "heads", "layers", "cache"))
+    print()
+    tell(str(found))
     small, large = sorted((found.a.file_bytes or 0, found.b.file_bytes or 0))
     if small and large / small > 1.01:
         print(f"{'b' if found.b.file_bytes == small else 'a'} is {large / small:.2f} times smaller on disk")
@@ -217,7 +221,7 @@ def _print(found: Diff, by: str, limit: int) -> None:
         shown = table(*(_NAMES.get(column, column) for column in made.columns), right=right)
         for row in made.rows[: limit or None]:
             shown.add_row(*(escape(_cell(c, cell)) for c, cell in zip(made.columns, row, strict=True)))
-        show_table(shown)
+        show_table(shown, spare=_SPARE, more="--csv")
         if limit and len(made.rows) > limit:
             print(f"{len(made.rows) - limit:,} more (--limit 0)")
     _print_rest(found)
