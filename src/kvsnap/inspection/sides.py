@@ -150,7 +150,10 @@ def _of_tokens(aligned: Alignment) -> str:
     if aligned.first is None:
         return f"{aligned.relation}: {n} tokens are the same, and one side goes on"
     ids = f"{aligned.token_a} in a, {aligned.token_b} in b"
-    return f"the first {n} tokens are the same; token {aligned.first:,} differs ({ids})"
+    if not aligned.n_common:
+        return f"no token from the start is the same: the first one differs ({ids})"
+    same = "the first token is the same" if aligned.n_common == 1 else f"the first {n} tokens are the same"
+    return f"{same}; token {aligned.first:,} differs ({ids})"
 
 
 def _by_role(layers: Sequence[LayerDifference]) -> str:
