@@ -387,8 +387,12 @@ class Diff(Result):
         data: dict[str, Any] = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name != "rules"}
         return {"identical": self.identical, **data}
 
+    def in_words(self) -> tuple[str, ...]:
+        """Return the verdict and what it is made of, a sentence each."""
+        return (_WORDS[self.verdict], *self.says)
+
     def __str__(self) -> str:
-        return "\n".join((_WORDS[self.verdict], *self.says))
+        return "\n".join(self.in_words())
 
 
 def _table(title: str, items: Any, kind: Any) -> Table:
