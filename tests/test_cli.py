@@ -271,6 +271,21 @@ def test_a_wide_terminal_leaves_no_column_out(monkeypatch: pytest.MonkeyPatch) -
     assert told == ""
 
 
+def test_a_narrow_terminal_breaks_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stdout", stream)
+    made = _output.table("a file", "per token", "on disk", "text", right=("per token", "on disk"))
+    made.add_row("story", "153.6 kB", "12.5 GB", "some words")
+    _output.show_table(made)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, map(str.rstrip, lines))) <= 40
+    assert any("153.6 kB" in line and "12.5 GB" in line for line in lines)
+    assert not any("per token" in line for line in lines)  # names may be broken between words
+    assert not any("some words" in line for line in lines)
+
+
 def test_rows_one_under_the_other_say_what_their_number_is(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, told = wide(monkeypatch, 40, ("c1",))
     assert shown.startswith(f"c0: {'x' * 14}00\n  c1: {'x' * 14}01\n")

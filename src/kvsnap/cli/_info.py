@@ -119,7 +119,7 @@ def _show_layers(s: Summary) -> None:
         made.add_row(str(x.index), x.kind, escape(roles), text_of(x.num_heads or None), text_of(x.head_dim or None),
                      x.dtype, text_of(x.window or None), _bytes(x.bytes_per_token), _bytes(x.state_bytes),
                      _bytes(x.stored), _bytes(x.decoded))  # fmt: skip
-    show_table(made)
+    show_table(made, spare=("states", "window", "decoded", "dtype", "roles"))
 
 
 def _bytes(n_bytes: float) -> str:

@@ -194,7 +194,10 @@ def _without(made: Any, name: str) -> Any:
 
 
 def _fit(made: Any, console: Any) -> bool:
-    """Set the widths of the columns so that no word is broken, the widest ones narrowed first; False if that fails."""
+    """Set the widths of the columns, the widest ones narrowed first; False if that would break a word or a number.
+
+    A cell that is set flush right is a number, with its unit.
+    """
     from rich.text import Text
 
     widths, least = [], []
@@ -202,7 +205,8 @@ def _fit(made: Any, console: Any) -> bool:
         texts = [Text.from_markup(str(cell)) for cell in (column.header, *column.cells)]
         lines = [line for text in texts for line in text.plain.splitlines()]
         widths.append(max((Text(line).cell_len for line in lines), default=0))
-        words = (Text(word).cell_len for line in lines for word in line.split())
+        whole = [] if column.justify != "right" else lines[len(str(column.header).splitlines()) :]
+        words = (Text(word).cell_len for line in lines for word in ([line] if line in whole else line.split()))
         least.append(min(max(words, default=0), _LONG_WORD))
     room = console.width - (3 * len(widths) - 1)  # a blank on each side of a cell, one between two, and the edges
     while sum(widths) > room:
