@@ -361,3 +361,22 @@ def test_what_is_wrong_is_said(kv: Call, tmp_path: Path) -> None:
     code, _, err = kv(tmp_path)
     assert code == 12
     assert "rwkv keeps its state in a list of its own" in err
+
+
+def test_numbers_that_the_family_gives_are_named() -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    told = kvsnap.growth({"model_type": "gemma3", "text_config": text, "dtype": "bfloat16"}).notes
+    named = "num_attention_heads 8, num_key_value_heads 4, head_dim 256"
+    assert told == (f"left out, so that of a gemma3_text configuration without settings: {named}",)
+    assert "hidden_size 4,096" in kvsnap.growth({"model_type": "llama", "dtype": "bfloat16"}).notes[0]
+    whole = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    assert kvsnap.growth({**whole, "dtype": "bfloat16"}).notes == ()
+
+
+def test_heads_that_transformers_repeats_are_told() -> None:
+    config = {"model_type": "falcon", "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128,
+              "num_kv_heads": 8, "new_decoder_architecture": True, "dtype": "bfloat16"}  # fmt: skip
+    made = kvsnap.growth(config, lengths=[1])
+    assert made.points[0].cache_bytes == 2 * 60 * 128 * 64 * 2
+    assert "each query head" in made.notes[0]
+    assert kvsnap.growth({**config, "new_decoder_architecture": False}).notes == ()

@@ -87,3 +87,28 @@ def test_rows_of_windows_and_compressed_rows_know_where_they_stand() -> None:
     np.testing.assert_array_equal(found["recurrent"].values(), counted)
     assert not found["recurrent"].grows
     assert "recurrent" not in {r.role for r in head_rows(replace(base, layers=(layer,)), states=False)}
+
+
+def test_the_slab_is_measured_and_not_the_heads_beside_it() -> None:
+    from dataclasses import replace
+
+    from kvsnap.layout import Layer, Tensor, TensorSpec
+
+    base = synthetic.snapshot(range(1, 11))
+    specs = [
+        TensorSpec(id=i, name=f"{role}{i}", layer=0, role=role, dtype="float32", axes=("head", "row", "dim"),
+                   shape=(2, 0, 4), row_axis=1)
+        for i, role in enumerate("kvkv")
+    ]  # fmt: skip
+    slab, beside = (tuple(Tensor(s, np.full((2, 10, 4), n, np.float32)) for s in specs[at : at + 2])
+                    for n, at in ((1.0, 0), (2.0, 2)))  # fmt: skip
+    layer = Layer(index=0, kind="attention", tensors=slab, by_head=beside)
+    both = replace(base, layers=(layer,))
+    assert {float(r.values().max()) for r in head_rows(both)} == {1.0}
+    assert kvsnap.statistics(both).layers[0].max == 1.0
+    assert kvsnap.diff(both, replace(base, layers=(replace(layer, by_head=()),))).verdict == "identical"
+    # Heads answer as they always did, and alone they are what there is.
+    head = both.head(0, 0)
+    assert head is not None
+    assert head.k.max() == kvsnap.head_table(both, 0, 0).values["k"].max() == 2.0
+    assert {float(r.values().max()) for r in head_rows(replace(base, layers=(replace(layer, tensors=()),)))} <= {2.0}

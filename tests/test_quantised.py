@@ -14,7 +14,7 @@ import pytest
 import kvsnap
 from kvsnap.errors import CompatibilityError, FormatError, UnsupportedError
 from kvsnap.layout import Layer, Snapshot, Tensor, TensorSpec, numpy_dtype
-from kvsnap.quantised import Quantisation, rows_of
+from kvsnap.quantised import Quantisation, rows_of, shape_of
 from spec_file import Minimal, SpecReader
 from synthetic import snapshot
 
@@ -255,3 +255,64 @@ def with_codes_of(layer: Layer, other: Layer, only: str = "kv") -> Layer:
     """The layer with the codes of the keys, of the values, or of both of another."""
     codes = {t.name: t for t in other.tensors if t.role == "code" and t.name.split(".")[-1][0] in only}
     return replace(layer, tensors=tuple(codes.get(t.name, t) for t in layer.tensors))
+
+
+class _Counted:
+    """A source that counts how often it is read."""
+
+    def __init__(self, values: np.ndarray[Any, Any]) -> None:
+        self.values, self.reads = values, 0
+
+    def array(self) -> np.ndarray[Any, Any]:
+        self.reads += 1
+        return self.values
+
+    def read_into(self, out: np.ndarray[Any, Any]) -> None:
+        np.copyto(out, self.array())
+
+
+@pytest.mark.parametrize("how", [CASES[0], CASES[3], Quantisation("fp8")], ids=lambda how: how.text)
+def test_a_pass_over_codes_keeps_none_in_memory_and_tells_shapes_unread(how: Quantisation) -> None:
+    from kvsnap.inspection.values import head_rows
+
+    plain = fp8_layer() if how.kind == "fp8" else layer_of(how, 16, 3)
+    sources = [_Counted(t.array) for t in plain.tensors]
+    tensors = tuple(
+        Tensor(t.spec, source, start=t.start, n_rows=t.n_rows)
+        for t, source in zip(plain.tensors, sources, strict=True)
+    )  # fmt: skip
+    held = replace(snapshot(range(1, 20)), layers=(replace(plain, tensors=tensors),), n_rows=19)
+    found = list(head_rows(held))
+    assert not any(source.reads for source in sources)
+    for place, one in enumerate(found):
+        wanted = rows_of(plain, of_values=bool(place))
+        assert (one.n_heads, one.n_rows, one.dim) == wanted.shape == shape_of(plain, of_values=bool(place))
+        assert (one.nbytes, one.first_row) == (wanted.nbytes, 19 - wanted.shape[1])
+        for _ in range(2):
+            assert np.array_equal(np.concatenate([b for _, b in one.blocks()], axis=1), np.asarray(wanted, np.float32))
+    assert all(source.reads == 2 for source in sources)  # twice each: nothing was kept
+    assert held.head(0, 0) is not None
+    assert held.head(0, 1) is not None
+    assert all(source.reads == 3 for source in sources)  # heads one by one do keep them
+
+
+def fp8_layer() -> Layer:
+    """A layer of float8 codes with a scale each for keys and values."""
+    how, tensors = Quantisation("fp8"), []
+    draw = np.random.default_rng(5)
+    for name in "kv":
+        arrays = {
+            "code": draw.normal(size=(HEADS, 16, WIDTH)).astype(numpy_dtype("float8_e4m3fn")),
+            "scale": np.array([0.5], np.float32),
+            "residual": draw.normal(size=(HEADS, 3, WIDTH)).astype(np.float32),
+        }
+        for role, array in arrays.items():
+            rows = role != "scale"
+            spec = TensorSpec(
+                id=len(tensors), name=f"layers.0.{name}_{role}", layer=0, role=role,
+                dtype="float8_e4m3fn" if role == "code" else "float32",
+                axes=("head", "row", "dim") if rows else ("one",),
+                shape=(HEADS, 0, WIDTH) if rows else (1,), growth="replaced", row_axis=1 if rows else -1,
+            )  # fmt: skip
+            tensors.append(Tensor(spec, array))
+    return Layer(index=0, kind="attention", tensors=tuple(tensors), num_query_heads=4, quantisation=how.text)

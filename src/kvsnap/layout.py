@@ -329,7 +329,8 @@ class Snapshot:
         if not 0 <= head < entry.num_heads:
             return None
         keys, values = (
-            np.array(rows_of(entry, of_values=of_values)[head], dtype=np.float32) for of_values in (False, True)
+            np.array(rows_of(entry, of_values=of_values, keep=True)[head], dtype=np.float32)
+            for of_values in (False, True)
         )
         return Head(keys, values, self.row_positions(self.n_rows - len(keys), self.n_rows))
 

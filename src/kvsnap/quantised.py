@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvsnap.errors import FormatError, UnsupportedError
 from kvsnap.tensors import Layer, Tensor
 
-__all__ = ["Quantisation", "rows_of"]
+__all__ = ["Quantisation", "rows_of", "shape_of"]
 
 Array = npt.NDArray[Any]
 
@@ -125,12 +125,37 @@ def _grouped_rows(how: Quantisation, of_values: bool, parts: Sequence[Array], he
     return split.reshape(shape)
 
 
-def rows_of(layer: Layer, *, of_values: bool) -> Array:
+def rows_of(layer: Layer, *, of_values: bool, keep: bool = False) -> Array:
     """Return keys, or values, of a quantised layer `[head, row, dim]` in the dtype of its cache, all rows of it.
 
-    They are the bits that the layer hands to the attention at its next pass. Raise `FormatError` for tensors that do
-    not fit each other, and what `Quantisation.of` raises.
+    They are the bits that the layer hands to the attention at its next pass. With `keep` the codes stay in memory for
+    the next call, as `Tensor.array` does. Raise `FormatError` for tensors that do not fit each other, and what
+    `Quantisation.of` raises.
     """
+    how, found = _tensors_of(layer, of_values)
+    *parts, residual = (tensor.array if keep else tensor.values() for tensor in found)
+    if how.kind == "fp8":
+        rows = _scaled_rows(parts[0], parts[1], residual)
+    elif not math.prod(parts[1].shape):
+        rows = residual[:, :0]
+    else:
+        rows = _grouped_rows(how, of_values, parts, residual.shape[0], residual.shape[2])
+    return np.concatenate([rows, residual], axis=1)
+
+
+def shape_of(layer: Layer, *, of_values: bool) -> tuple[int, int, int]:
+    """Return heads, rows and width of what `rows_of` returns, without reading a tensor. Raise as it does."""
+    how, (codes, scale, *_, residual) = _tensors_of(layer, of_values)
+    heads, kept, width = residual.shape
+    if how.kind == "fp8":
+        n_rows = codes.shape[1] if len(codes.shape) == 3 else 0
+    else:
+        n_rows = math.prod(scale.shape) * how.group // max(1, heads * width)
+    return heads, n_rows + kept, width
+
+
+def _tensors_of(layer: Layer, of_values: bool) -> tuple[Quantisation, list[Tensor]]:
+    """Return how a layer is quantised and the tensors of its keys, or values: codes, scale, perhaps zero, residual."""
     how, place = Quantisation.of(layer.quantisation), int(of_values)
     by_role: dict[str, list[Tensor]] = {}
     for tensor in layer.tensors:
@@ -145,16 +170,10 @@ def rows_of(layer: Layer, *, of_values: bool) -> Array:
     for tensor, dtype in zip(found, wanted, strict=False):
         if tensor.spec.dtype != dtype:
             raise FormatError(f"{tensor.name} is in another dtype", expected=dtype, found=tensor.spec.dtype)
-    *parts, residual = (tensor.array for tensor in found)
-    if residual.ndim != 3:
-        raise FormatError(f"layer {layer.index}: residual rows are not [head, row, dim]", found=list(residual.shape))
-    if how.kind == "fp8":
-        rows = _scaled_rows(parts[0], parts[1], residual)
-    elif not math.prod(parts[1].shape):
-        rows = residual[:, :0]
-    else:
-        rows = _grouped_rows(how, of_values, parts, residual.shape[0], residual.shape[2])
-    return np.concatenate([rows, residual], axis=1)
+    shape = found[-1].shape
+    if len(shape) != 3:
+        raise FormatError(f"layer {layer.index}: residual rows are not [head, row, dim]", found=list(shape))
+    return how, found
 
 
 def _scaled_rows(codes: Array, scale: Array, residual: Array) -> Array:

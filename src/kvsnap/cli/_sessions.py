@@ -58,8 +58,8 @@ def log(file: str | None, tree: bool, as_json: bool) -> None:
         told = [{**t.to_dict(), "stop": stops.get(t.commit)} for t in turns]
         emit({"path": file, "turns": told, "notes": notes, "dropped": dropped})
         return
-    made = table("commit", "when", "what", "turn", "why", "tokens", "change", "ends at",
-                 right=("tokens", "change", "ends at"))  # fmt: skip
+    made = table("commit", "when", "what", "turn", "why", "tokens", "change", "commit at",
+                 right=("tokens", "change", "commit at"))  # fmt: skip
     before = 0
     for turn in turns:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(turn.time_ns / 1e9))

@@ -88,8 +88,9 @@ def configured(config: Mapping[str, Any], dtype: str | None = None, encoder_rows
     if crosses and length is None:
         notes.append("cross-attention has one row for each position of the encoder, and no length of it is given")
     notes += _remarks(settings, layers)
+    context = settings.maybe("context")
     return Configured(
-        architecture=settings.family, dtype=chosen, layers=layers, context_limit=settings.maybe("context"),
+        architecture=settings.family, dtype=chosen, layers=layers, context_limit=context,
         encoder_rows=length if crosses else None, notes=tuple(notes),
     )  # fmt: skip
 
@@ -121,6 +122,11 @@ def _assumed(settings: Settings) -> str:
 
 def _remarks(settings: Settings, layers: tuple[LayerGrowth, ...]) -> list[str]:
     notes = []
+    if settings.taken:
+        told = ", ".join(f"{name} {value:,}" for name, value in settings.taken.items())
+        notes.append(f"left out, so that of a {settings.family} configuration without settings: {told}")
+    if settings.family == "falcon" and settings.get("new_decoder_architecture"):
+        notes.append("keys and values of each query head, as transformers keeps them; with those of groups it is less")
     kinds = {tensor.kind for layer in layers for tensor in layer.tensors}
     if "latent" in kinds:
         notes.append(

@@ -186,8 +186,11 @@ def head_table(
 
 
 def _alone(snapshot: Snapshot, entry: Layer) -> Snapshot:
-    """Return the snapshot with one of its layers, so that no other is read."""
-    return replace(snapshot, layers=(entry,))
+    """Return the snapshot with one of its layers, so that no other is read; of heads beside a slab the heads.
+
+    `Snapshot.head` answers with them, as the readers do that the format comes from.
+    """
+    return replace(snapshot, layers=(replace(entry, tensors=entry.by_head or entry.tensors, by_head=()),))
 
 
 def _of_head(found: list[HeadRows], roles: tuple[str, ...], head: int) -> HeadRows | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvsnap.inspection.besides import numbers_text
 from kvsnap.inspection.differences import Alignment, NotCompared
@@ -108,9 +108,7 @@ def plan(
 
 def _by_role(snapshot: Snapshot, layers: Sequence[int] | None) -> dict[tuple[int, str], list[HeadRows]]:
     found: dict[tuple[int, str], list[HeadRows]] = {}
-    # What a foreign file keeps beside the tensors for looking at heads is neither restored nor converted.
-    held = tuple(replace(layer, by_head=()) if layer.tensors else layer for layer in snapshot.layers)
-    for rows in head_rows(replace(snapshot, layers=held)):
+    for rows in head_rows(snapshot):
         if layers is None or rows.layer in layers:
             found.setdefault((rows.layer, rows.role), []).append(rows)
     return found

@@ -29,6 +29,8 @@ class Settings:
         found = defaults_of(family)
         self.known = found is not None
         self._defaults: Mapping[str, int] = found or {}
+        self.taken: dict[str, int] = {}
+        """Numbers that were asked for, that the configuration leaves out and its family has."""
 
     def has(self, name: str) -> bool:
         """Tell whether the configuration itself has the setting."""
@@ -52,8 +54,8 @@ class Settings:
         names = self._names(name)
         given = [spelt for spelt in names if spelt in self.config]
         value = next((self.config[spelt] for spelt in given if self.config[spelt] is not None), None)
-        if value is None:
-            value = None if given else self._defaults.get(name)
+        if value is None and not given and name in self._defaults:
+            value = self.taken["hidden_size" if name == "hidden" else names[0]] = self._defaults[name]
         if value is None:
             return None
         whole = isinstance(value, float) and value.is_integer()
@@ -106,7 +108,11 @@ class Settings:
         if not isinstance(others, Mapping):
             return self
         own = next((v for k, v in others.items() if str(k).isdigit() and int(k) == index), None)
-        return Settings({**self.config, **own}, self.family) if isinstance(own, Mapping) else self
+        if not isinstance(own, Mapping):
+            return self
+        found = Settings({**self.config, **own}, self.family)
+        found.taken = self.taken
+        return found
 
 
 def text_settings(config: Mapping[str, Any]) -> Settings:

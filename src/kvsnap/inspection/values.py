@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.layout import Layer, Snapshot, Tensor
-from kvsnap.quantised import rows_of
+from kvsnap.layout import Layer, Snapshot, Tensor, numpy_dtype
+from kvsnap.quantised import rows_of, shape_of
 
 __all__ = ["BLOCK_BYTES", "HeadRows", "head_rows"]
 
@@ -150,20 +150,22 @@ def _of_tensor(layer: Layer, tensor: Tensor, first_head: int) -> HeadRows:
 def _of_quantised(snapshot: Snapshot, layer: Layer) -> Iterator[HeadRows]:
     residuals = [t for t in layer.tensors if t.role == "residual"]
     for place, role in enumerate(("k", "v")):
-        rows = rows_of(layer, of_values=bool(place))
+        heads, rows, dim = shape_of(layer, of_values=bool(place))
+        dtype = residuals[place].spec.dtype
         yield HeadRows(
-            layer=layer.index, role=role, first_head=0, n_heads=rows.shape[0], n_rows=rows.shape[1], dim=rows.shape[2],
-            first_row=snapshot.n_rows - rows.shape[1], tokens_per_row=1, grows=True, bound=layer.tensors[0].bound,
-            dtype=residuals[place].spec.dtype, nbytes=rows.nbytes, _quantised=layer,
+            layer=layer.index, role=role, first_head=0, n_heads=heads, n_rows=rows, dim=dim,
+            first_row=snapshot.n_rows - rows, tokens_per_row=1, grows=True, bound=layer.tensors[0].bound,
+            dtype=dtype, nbytes=heads * rows * dim * numpy_dtype(dtype).itemsize, _quantised=layer,
         )  # fmt: skip
 
 
 def head_rows(snapshot: Snapshot, *, states: bool = True) -> Iterator[HeadRows]:
     """Yield what each layer holds, in the order of layers and of the tensors in them; a layer that shares is left out.
 
-    Values kept as codes are yielded as the keys and values that they stand for; to tell how many, a quantised layer is
-    read at once. Without `states` only what has rows of the sequence. Integers and what holds no vectors (row numbers,
-    scales, names of an input) are left out.
+    It is what a restore would install: what a foreign file keeps beside it for looking at single heads is taken only of
+    a layer that has nothing else. Values kept as codes are yielded as the keys and values that they stand for. Without
+    `states` only what has rows of the sequence. Integers and what holds no vectors (row numbers, scales, names of an
+    input) are left out.
     """
     for layer in snapshot.layers:
         if layer.shares is not None:
@@ -172,7 +174,7 @@ def head_rows(snapshot: Snapshot, *, states: bool = True) -> Iterator[HeadRows]:
             yield from _of_quantised(snapshot, layer)
             continue
         heads: dict[str, int] = {}
-        for tensor in layer.by_head or layer.tensors:
+        for tensor in layer.tensors or layer.by_head:
             if tensor.role in _STORAGE or tensor.spec.dtype in ("bool", "uint8") or "int" in tensor.spec.dtype:
                 continue
             if not tensor.spec.grows and not states:
