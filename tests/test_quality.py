@@ -445,3 +445,37 @@ def test_files_tables_and_data(stored: Snapshot, tmp_path: Path) -> None:
     data = json.loads(json.dumps(found.to_dict()))
     assert data["others"][0]["kl"] == file.kl.tolist()
     assert "codec q8" in found._repr_html_()
+
+
+@pytest.mark.parametrize("role", ["v", "cross_v"])
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_a_cache_of_an_encoder_decoder_that_holds_nan_is_broken_and_not_refused(family: str, role: str) -> None:
+    from encdec_models import encdec_model, input_of
+
+    engine = kvsnap.connect(encdec_model(family))
+    engine.encode(**input_of(family, 0))
+    engine.prefill([3, 4, 5, 6, 7, 8])
+    whole = kvsnap.capture(engine)
+    layers = []
+    for layer in whole.layers:
+        tensors = [
+            Tensor(t.spec, np.full_like(t.array, np.nan), start=t.start) if t.role == role else t
+            for t in layer.tensors
+        ]  # fmt: skip
+        layers.append(replace(layer, tensors=tuple(tensors)))
+    text = [9, 10, 11, 12, 13]
+    found = kvsnap.quality(whole, [replace(whole, layers=tuple(layers)), whole], engine, continuation=text)
+    bad, same = found.others
+    assert (bad.verdict, bad.n, bad.n_bad) == ("broken", 0, len(text) - 1)
+    assert "no numbers" in bad.notes[0]
+    assert (same.n_bad, same.kl_max) == (0, 0.0)
+
+
+def test_weights_that_are_no_numbers_are_still_refused_behind_an_encoder() -> None:
+    from encdec_models import encdec_model, input_of
+
+    model = encdec_model("bart")
+    with torch.no_grad():
+        model.model.decoder.layernorm_embedding.weight.fill_(float("nan"))
+    with pytest.raises(UnsupportedError, match="no numbers"):
+        kvsnap.connect(model).encode(**input_of("bart", 0))

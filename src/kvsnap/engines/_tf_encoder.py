@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvsnap.engines._tf_layers import numpy_view
+from kvsnap.engines._tf_layers import kind_of, numpy_view
 from kvsnap.engines._tf_parts import Geometry, Part
 from kvsnap.engines._tf_views import CrossLayer, layers_of
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.tensors import INPUT_NAMES, EncoderInput, Layer, Tensor, TensorSpec, encoder_input_of
 
 __all__ = [
-    "FAMILIES", "cross_parts", "crossed_length", "encoder_input", "stand_in", "with_input", "without_input",
+    "FAMILIES", "cross_parts", "crossed_length", "encoder_input", "held_nan", "stand_in", "with_input", "without_input",
 ]  # fmt: skip
 
 FAMILIES = frozenset(
@@ -94,6 +94,16 @@ def crossed_length(cache: Any) -> int:
     if len(lengths) > 1:
         raise InputError("the layers of the cache hold different inputs", expected="one length", found=sorted(lengths))
     return lengths.pop() if lengths else 0
+
+
+def held_nan(cache: Any, n_new: int) -> bool:
+    """Tell whether a cache held NaN before a pass that added `n_new` rows: then its logits say nothing of the model."""
+    for index, layer in enumerate(layers_of(cache)):
+        for role, tensor in kind_of(layer, index).read(layer):
+            before = tensor if role.startswith("cross") else tensor[..., : max(0, tensor.shape[-2] - n_new), :]
+            if before.is_floating_point() and bool(before.isnan().any()):
+                return True
+    return False
 
 
 def stand_in(module: Any, length: int) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from kvsnap.engines._tf_caches import CACHES, CacheKind, cache_kind
-from kvsnap.engines._tf_encoder import FAMILIES, crossed_length, stand_in
+from kvsnap.engines._tf_encoder import FAMILIES, crossed_length, held_nan, stand_in
 from kvsnap.engines._tf_geometry import attentions_of, geometry_of
 from kvsnap.engines._tf_layers import check_layer, cut, kind_of, learned, numpy_view, rows_of
 from kvsnap.engines._tf_parts import Geometry
@@ -203,7 +203,7 @@ class Model:
                 options["position_ids"] = torch.tensor([places] * len(ids), dtype=torch.long, device=device)
             options["decoder_input_ids" if self.encodes else "input_ids"] = given
             found = self.module(**options).logits[:, -1 if keep == 1 else slice(-keep, None)]
-            if self.encodes and bool(found.isnan().any()):
+            if self.encodes and bool(found.isnan().any()) and not (n_rows and held_nan(cache, count)):
                 raise UnsupportedError(
                     f"the logits of {self.config.model_type} are no numbers: its weights are not, or its decoder reads "
                     "the output of the encoder at every pass, which is not kept"
