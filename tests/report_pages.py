@@ -7,6 +7,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import kvsnap
 from synthetic import snapshot
 
@@ -72,3 +74,14 @@ def hostile(path: str) -> None:
         architecture=EVIL.replace("\x00", ""),
     )  # fmt: skip
     kvsnap.save(taken, path)
+
+
+def draw_only(monkeypatch: pytest.MonkeyPatch, *titles: str) -> None:
+    """Leave pages without pictures, except those whose titles begin so; their tables stay. Drawing takes the time."""
+    from kvsnap.plots import Drawn, Marks, drawn
+
+    def some(picture: Any, prefix: str = "") -> Drawn:
+        wanted = picture.title.startswith(titles) if titles else False
+        return drawn(picture, prefix) if wanted else Drawn("<svg></svg>", Marks(()))
+
+    monkeypatch.setattr("kvsnap.reports.page.drawn", some)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ import kvsnap  # noqa: E402 - after the extras are known to be there
 from kvsnap.cli import run  # noqa: E402
 from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.errors import CompatibilityError, InputError, MissingError  # noqa: E402
+from kvsnap.inspection.effects import Effect, Quality  # noqa: E402
+from report_pages import draw_only, page_of  # noqa: E402
 from tiny_models import PROMPT, save_tiny  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -152,3 +156,79 @@ def test_what_is_refused(kv: Call, place: Path) -> None:
     assert (code, "no such text file" in err) == (MissingError.exit_code, True)
     other = save_tiny(place / "other", seed=5)
     assert run(["quality", "a.kvsnap", "--codec", "q8", "--model", str(other)]) == CompatibilityError.exit_code
+
+
+def test_a_page_with_the_figures_of_the_answer(kv: Call, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "q.html"
+    asked = ("a.kvsnap", "b.kvsnap", "--rounded", "float16", "--text-file", "text.txt", "--n-tokens", "24")
+    code, out, err = kv(*asked, "-o", page, "--json", "--figures", tmp_path / "pictures")
+    found = json.loads(out)
+    assert code == 0
+    assert "q.html: " in err
+    names = {"quality-kl", "quality-by-place", "quality-mean-so-far", "quality-agreement", "quality-perplexity"}
+    assert {p.stem for p in (tmp_path / "pictures").iterdir()} == names
+    made = page_of(page)
+    lines = made.figure("quality-by-place")["rows"]
+    means = made.figure("quality-mean-so-far")["rows"]
+    assert len(lines) == len(means) == 2
+    for effect, line, mean in zip(found["others"], lines, means, strict=True):
+        told = [float((line["lead"] + m[4]).rsplit(": ", 1)[1].split()[0]) for m in line["marks"]]
+        kl = np.array(effect["kl"], dtype=float)
+        assert np.allclose(told, kl[kl > 0], rtol=1e-3, atol=0)
+        assert not np.allclose(told, np.roll(kl[kl > 0], 1), rtol=1e-3, atol=0)  # a place off by one would be noticed
+        last = float((mean["lead"] + mean["marks"][-1][4]).rsplit(": ", 1)[1].split()[0])
+        assert last == pytest.approx(effect["kl_mean"], rel=1e-3)
+    bars = [row["lead"] for row in made.figure("quality-kl")["rows"]]
+    assert [bar.split(":")[0] for bar in bars] == ["b.kvsnap", "rounded to float16"]
+    assert TEXT[:20] in made.text
+    assert all(f"{effect['name']}: {effect['verdict']}. Mean KL" in made.text for effect in found["others"])
+
+
+def test_a_page_without_text_and_ids(kv: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    draw_only(monkeypatch)
+    asked = ("a.kvsnap", "--codec", "q8", "--text-file", "text.txt", "--n-tokens", "24", "-o", tmp_path / "q.html")
+    assert kv(*asked)[0] == 0
+    assert TEXT[:20] in page_of(tmp_path / "q.html").said()
+    assert kv(*asked, "--no-text", "--overwrite")[0] == 0
+    assert TEXT[:20] not in page_of(tmp_path / "q.html").said()
+    assert kv(*asked)[0] == 2  # it is there
+
+
+def test_places_where_another_token_is_chosen_are_told_without_ids() -> None:
+    """What `effect_of` found is said with ids or texts, and on a page without text with neither."""
+    pytest.importorskip("matplotlib")
+    from kvsnap.reports.judging import cards_of_quality
+
+    found = quality_of(differs_at=2, expected=91234, found=95555)
+    for with_text in (True, False):
+        said = str([card.blocks for card in cards_of_quality(found, with_text=with_text)])
+        assert "place 3, behind row 12" in said
+        assert ("95555 in place of 91234" in said) == with_text
+        assert ("95555" in said) == with_text
+        assert ("the secret text" in said) == with_text
+    broken = quality_of(verdict="broken", kl_mean=None, top1=None, top5=None, perplexity=None, n=0, n_bad=4,
+                        kl=np.full(4, np.nan))  # fmt: skip
+    assert [card.title for card in cards_of_quality(broken, with_text=False)] == [
+        "What it costs the model",
+        "Perplexity",
+    ]
+
+
+def quality_of(**fields: Any) -> Quality:
+    """An answer about one encoding over four places."""
+    kl = np.array([1e-4, 2e-4, 5e-3, np.nan])
+    effect = Effect(
+        name="codec q8", codec="q8", stored_bytes=10, bound=0.1, n=3, n_bad=1, kl_mean=float(np.nanmean(kl)),
+        kl_se=1e-3, kl_median=2e-4, kl_p99=5e-3, kl_max=5e-3, top1=2 / 3, top5=0.9, nll=1.0, perplexity=math.e,
+        nll_change=0.1, nll_change_se=0.1, perplexity_change=0.1, logit_error=0.1, verdict="near-lossless",
+        differs_at=None, expected=None, found=None, expected_text=None, found_text=None, notes=(), kl=kl,
+        agrees=np.array([True, True, False, False]), nlls=np.ones(4),
+    )  # fmt: skip
+    ids = np.arange(4)
+    return Quality(
+        reference="s", architecture="a", stored_bytes=None, bound=0.0, n_history=10, n=4, n_bad=0, source="given",
+        text="the secret text", nll=1.0, perplexity=2.7, others=(replace(effect, **fields),), notes=(), ids=ids,
+        targets=ids + 91234, nlls=np.ones(4),
+    )  # fmt: skip

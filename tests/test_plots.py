@@ -42,6 +42,8 @@ def pictures() -> dict[str, Picture]:
     edges = np.linspace(-1, 1, 6)
     return {
         "bars": Bars("Sizes", "MB", {NASTY: (3.0, "3 MB"), "q8": (1.0, "1 MB")}, (1, 2)),
+        "bands": Bars("KL", "nats", {NASTY: (0.0, "0"), "q8": (2e-3, "0.002"), "q4": (np.nan, "?"), "q2": (1e9, "a")},
+                      (1, 2, 1, 1), logarithmic=True, bands=((1e-3, "same"), (3e-3, NASTY), (np.inf, "bad"))),
         "heat": HeatMap(title=NASTY, x="layer", y="head", scale=NASTY, values=values),
         "diverging": HeatMap(title="d", x="a", y="b", scale="c", values=values - 5, diverging=True),
         "logarithmic": HeatMap(title="d", x="a", y="b", scale="c", values=values, logarithmic=True),

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from report_pages import EVIL, Page, hostile, page_of
+from report_pages import EVIL, Page, draw_only, hostile, page_of
 from synthetic import DATA, snapshot
 
 pytest.importorskip("matplotlib")
@@ -88,7 +89,9 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_files_of_any_format_are_reported(name: str) -> None:
+def test_golden_files_of_any_format_are_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "special" not in name:
+        draw_only(monkeypatch, "Mean norm")
     made = kvsnap.report(DATA / name, "r.html")
     page = page_of()
     assert not made.problems
@@ -114,13 +117,15 @@ def test_golden_files_of_any_format_are_reported(name: str) -> None:
                 assert value is None
 
 
-def test_several_files_are_compared_with_the_first() -> None:
+def test_several_files_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch, "Relative error")
     taken = snapshot(range(1, 22), layers=2, heads=2, dim=16)
     kvsnap.save(taken, "exact.kvsnap")
     kvsnap.save(taken, "q8.kvsnap", codec="q8")
     made = kvsnap.report(["exact.kvsnap", "q8.kvsnap"], "r.html")
     page = page_of()
-    assert "exact.kvsnap and q8.kvsnap" in page.text
+    heads = re.findall(r"<h2[^>]*>([^<]*)</h2>", Path("r.html").read_text(encoding="utf-8"))
+    assert heads == ["All files", "exact.kvsnap and q8.kvsnap", "exact.kvsnap", "q8.kvsnap"]
     grid = page.figure("diff-relative-error-k")
     other = kvsnap.load("q8.kvsnap")
     expected = [
@@ -157,7 +162,8 @@ def test_nothing_from_a_file_is_markup() -> None:
     assert "<img src=x onerror=alert(1)>" in page.text  # shown as what it is
 
 
-def test_the_policy_of_a_page_names_its_own_script_and_style_and_nothing_else() -> None:
+def test_the_policy_of_a_page_names_its_own_script_and_style_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch)
     kvsnap.save(snapshot(range(1, 9)), "s.kvsnap")
     kvsnap.report("s.kvsnap", "r.html")
     page = page_of()
@@ -176,7 +182,7 @@ def test_the_policy_of_a_page_names_its_own_script_and_style_and_nothing_else() 
             assert value is None or value.startswith(("#", "data:")), value
 
 
-def test_without_text_neither_text_nor_ids_are_in_the_page() -> None:
+def test_without_text_neither_text_nor_ids_are_in_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = snapshot(
         [91234, 91235, 91236, 91237, 91238, 91239, 91240, 91241], layers=2, text="the zebra words", n_pending=0,
         metadata={"title": "zebra title"}, messages=({"role": "user", "content": "the zebra words"},),
@@ -184,17 +190,20 @@ def test_without_text_neither_text_nor_ids_are_in_the_page() -> None:
     kvsnap.save(taken, "s.kvsnap")
     kvsnap.save(snapshot([91234, 91235, 95555], layers=2, text="the zebra other"), "t.kvsnap")
     kvsnap.report(["s.kvsnap", "t.kvsnap"], "r.html", text=False)
+    draw_only(monkeypatch, "Tokens")
     kvsnap.report(["s.kvsnap", "t.kvsnap"], "with.html")
     text, with_text = page_of().said(), page_of("with.html").said()
     for word in (r"zebra", r"\b9123\d\b", r"\b91,23\d\b", r"\b95,?555\b"):
         assert not re.search(word, text), word
-    for word in (r"zebra words", r"zebra title", r"\b91234\b"):
+    for word in (r"zebra words", r"zebra title", r"\b91234\b", r"95555 in b"):
         assert re.search(word, with_text), word
     assert "were left out" in text
+    assert "token 2 differs" in text
 
 
-def test_ids_of_sinks_are_left_out_with_the_text() -> None:
+def test_ids_of_sinks_are_left_out_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row with short values in many layers is named with its id, but not where ids are to be left out."""
+    draw_only(monkeypatch)
     taken = snapshot([91234, *range(1, 40)], layers=8, heads=2, dim=8)
     for layer in taken.layers:
         held = layer.tensor("v")
@@ -223,7 +232,8 @@ def test_escaping() -> None:
 # -- arguments, damage, pictures ---------------------------------------------------------------------------------------
 
 
-def test_pictures_are_written_as_files() -> None:
+def test_pictures_are_written_as_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch)
     kvsnap.save(snapshot(range(1, 9), layers=2), "s.kvsnap")
     made = kvsnap.report("s.kvsnap", "r.html", figures="pictures/of", figure_format="svg", overwrite=True)
     assert len(made.figures) == len({f.path for f in made.figures}) == len(list(Path("pictures/of").iterdir()))
@@ -232,7 +242,51 @@ def test_pictures_are_written_as_files() -> None:
     assert made.tables()[0].rows[0][0] == made.figures[0].name
 
 
-def test_damaged_tensors_are_said_and_the_rest_is_reported() -> None:
+def test_pictures_are_written_without_a_page() -> None:
+    kvsnap.save(snapshot(range(1, 9), layers=2), "s.kvsnap")
+    seen: list[tuple[int, int]] = []
+    grown = kvsnap.growth("s.kvsnap")
+    made = kvsnap.report_answer(grown, figures="pictures", progress=lambda done, total: seen.append((done, total)))
+    assert (made.path, made.nbytes) == ("", 0)
+    assert [Path(f.path) for f in made.figures] == [Path("pictures/growth.png")]
+    assert Path("pictures/growth.png").read_bytes().startswith(b"\x89PNG")
+    assert seen[-1][0] == seen[-1][1]
+    assert {p.name for p in Path().iterdir()} == {"s.kvsnap", "pictures"}
+    with pytest.raises(InputError, match="name a page"):
+        kvsnap.report_answer(grown)
+    with pytest.raises(InputError, match="this is a file"):
+        kvsnap.report_answer(grown, figures="s.kvsnap")
+
+
+def test_each_file_has_its_own_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text around a difference needs one decoder for both; with two of them there is none, and strips have theirs."""
+    draw_only(monkeypatch, "Tokens by the norm of their keys")
+    kvsnap.save(snapshot(range(1, 9), layers=2), "s.kvsnap")
+    kvsnap.save(snapshot([1, 2, 3, 77], layers=2), "t.kvsnap")
+
+    def one(ids: Sequence[int]) -> str:
+        return "".join(f"<{i}>" for i in ids)
+
+    def other(ids: Sequence[int]) -> str:
+        return "".join(f"[{i}]" for i in ids if i != 77)
+
+    found = {}
+    for name, decoders in (("same", {"s.kvsnap": one, "t.kvsnap": one}), ("two", {"s.kvsnap": one, "t.kvsnap": other}),
+                           ("none", {})):  # fmt: skip
+        kvsnap.report(["s.kvsnap", "t.kvsnap"], f"{name}.html", detokenize=decoders)
+        found[name] = page_of(f"{name}.html")
+    assert "text of b<77>" in found["same"].text
+    assert "text of b" not in found["two"].text
+    strips = [d for d in found["two"].data.values() if d["kind"] == "marks" and d["rows"]]
+    texts = [[row["lead"] + mark[4] for row in d["rows"] for mark in row["marks"]] for d in strips]
+    assert texts[0][3].startswith("position 3, <4>: ")
+    assert texts[1][2].startswith("position 2, [3]: ")
+    assert texts[1][3].startswith("position 3, 77: ")  # what has no text is an id
+    assert "<77>" not in found["none"].text
+
+
+def test_damaged_tensors_are_said_and_the_rest_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch)
     kvsnap.save(snapshot(range(1, 40), layers=2, heads=4, dim=16), "s.kvsnap")
     raw = bytearray(Path("s.kvsnap").read_bytes())
     values = kvsnap.load("s.kvsnap").layers[1].tensor("v").array.tobytes()
@@ -266,7 +320,8 @@ def test_what_cannot_be_written_or_read_is_refused_before_the_work() -> None:
     assert not Path("r.html").exists()
 
 
-def test_a_sample_says_so() -> None:
+def test_a_sample_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch)
     kvsnap.save(snapshot(range(1, 300), layers=2), "s.kvsnap")
     seen: list[tuple[int, int]] = []
     kvsnap.report("s.kvsnap", "r.html", sample=40, progress=lambda done, total: seen.append((done, total)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,14 +14,14 @@ from kvsnap.filing import inspect, load
 from kvsnap.formats.native import NAME
 from kvsnap.inspection.comparing import diff
 from kvsnap.inspection.described import Summary
-from kvsnap.inspection.differences import Diff
 from kvsnap.inspection.growing import growth
 from kvsnap.inspection.growth import Growth
-from kvsnap.inspection.statistics import Statistics, statistics
+from kvsnap.inspection.statistics import statistics
 from kvsnap.layout import Snapshot
 from kvsnap.library import Library
 from kvsnap.plots import check_matplotlib, png, svg_file
 from kvsnap.protocols import Progress
+from kvsnap.reports.answers import Answer, page_of_answer, text_note
 from kvsnap.reports.comparing import cards_of_diff
 from kvsnap.reports.contents import overview, overview_table, sizes, text_of_chat, turns_of
 from kvsnap.reports.escaping import slug, visible
@@ -29,7 +29,7 @@ from kvsnap.reports.growing import cards_of_growth, compared_growth
 from kvsnap.reports.measures import cards_of
 from kvsnap.reports.page import Block, Card, Figure, Group, Listing, Note, Page, figures_of, html_of
 from kvsnap.reports.shelves import page_of_library
-from kvsnap.reports.words import count
+from kvsnap.reports.words import count, shortest_names
 from kvsnap.results import Result, Table, table_of
 from kvsnap.session import Session
 
@@ -38,15 +38,7 @@ __all__ = ["FigureFile", "ReportFile", "report", "report_answer", "report_librar
 Path = str | os.PathLike[str]
 Keys = bytes | Callable[[str], bytes | None] | None
 Detokenize = Callable[[Sequence[int]], str]
-
-_WITH_TEXT = (
-    "This page holds text or token ids of the conversation: whoever has it can read that. Made with --no-text (in "
-    "Python text=False) it holds neither."
-)
-_WITHOUT = (
-    "Text and token ids were left out. Norms and other figures are of the same tokens still, and are no secret from "
-    "somebody who has the model."
-)
+Decoders = Detokenize | Mapping[str, Detokenize] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +52,10 @@ class FigureFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFile(Result):
-    """A report that was written: where, its length in bytes, its pictures, and what could not be read on the way."""
+    """A report that was written: where, its length in bytes, its pictures, and what could not be read on the way.
+
+    `path` is "" and `nbytes` 0 where only pictures were asked for.
+    """
 
     path: str
     nbytes: int
@@ -97,11 +92,18 @@ class _Options:
     sample: int | None
     text: bool
     key: Keys
-    detokenize: Detokenize | None
+    detokenize: Decoders
     brief: bool
 
     def key_of(self, path: str) -> bytes | None:
         return self.key(path) if callable(self.key) else self.key
+
+    def decoder_of(self, *paths: str) -> Detokenize | None:
+        """Return what turns ids of all these files into text; None where that is not one and the same."""
+        if not self.text or callable(self.detokenize):
+            return self.detokenize if self.text and callable(self.detokenize) else None
+        first, *others = [(self.detokenize or {}).get(path) for path in paths]
+        return first if all(other is first for other in others) else None
 
 
 @dataclass(slots=True)
@@ -128,7 +130,7 @@ def report(
     figure_format: Literal["png", "svg"] = "png",
     overwrite: bool = False,
     key: Keys = None,
-    detokenize: Detokenize | None = None,
+    detokenize: Decoders = None,
     progress: Progress | None = None,
 ) -> ReportFile:
     """Write one page about cache files to `out`, durably, readable by its owner only.
@@ -136,8 +138,9 @@ def report(
     For each file: what it is, sizes, turns, growth, statistics by layer, head, channel and place, text. Of several
     files each is compared with the first, too. `names` are what the page calls them (default: the names of the files).
     `sample` looks at so many rows only. With `text=False` neither text nor token ids are in the page. `figures` is a
-    directory that gets each picture as `figure_format`. `detokenize` turns ids into the text of single tokens. `key`
-    opens encrypted files, or is a function of a path that returns a key or None.
+    directory that gets each picture as `figure_format`. `detokenize` turns ids into the text of single tokens, or is
+    a mapping of paths to such functions; without one ids are shown. `key` opens encrypted files, or is a function of a
+    path that returns a key or None.
 
     A file whose tensors are damaged is reported as far as it can be read, and `problems` says so. Raise
     `ExtraMissingError` without matplotlib, `InputError` for no file or one of the name `out`, `MissingError`,
@@ -149,24 +152,25 @@ def report(
     if names is not None and len(names) != len(paths):
         raise InputError("each file needs one name", expected=len(paths), found=len(names))
     _check(out, figures, figure_format, overwrite=overwrite)
-    shown = list(names) if names is not None else _names(paths)
+    shown = list(names) if names is not None else shortest_names(paths)
     options = _Options(sample, text, key, detokenize, brief=len(paths) > 1)
     steps = _Steps(2 * len(paths), progress)  # each file, each comparison, and drawing
     told = []
     for name, path in zip(shown, paths, strict=True):
         told.append(_told(name, path, options, steps))
         steps.next()
-    groups = _overview(told) + [Group(visible(t.name), tuple(t.cards)) for t in told]
+    groups = _overview(told)
     problems = [t.problem for t in told if t.problem]
     for other in told[1:]:
         cards, problem = _compared(told[0], other, options, steps)
         groups.append(Group(f"{visible(told[0].name)} and {visible(other.name)}", tuple(cards)))
         problems += [problem] if problem else []
         steps.next()
+    groups += [Group(visible(t.name), tuple(t.cards)) for t in told]
     head = title or (f"Report of {visible(shown[0])}" if len(shown) == 1 else f"Report of {len(shown)} files")
     n_tokens = sum(t.summary.n_tokens for t in told)
     lead = f"{count(n_tokens, 'token')} in {count(len(told), 'file')}, kvsnap {__version__}"
-    page = Page(head, lead, tuple(groups), foot="", notes=(Note(_WITH_TEXT if text else _WITHOUT),))
+    page = Page(head, lead, tuple(groups), foot="", notes=(text_note(with_text=text),))
     return _written(page, out, figures, figure_format, problems, steps)
 
 
@@ -197,8 +201,8 @@ def report_library(
 
 
 def report_answer(
-    found: Diff | Statistics | Growth | Sequence[Growth],
-    out: Path,
+    found: Answer,
+    out: Path | None = None,
     *,
     title: str | None = None,
     text: bool = True,
@@ -207,54 +211,36 @@ def report_answer(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ReportFile:
-    """Write one page about what `diff`, `statistics` or `growth` answered; several growths stand side by side.
+    """Write one page about what `diff`, `statistics`, `quality` or `growth` answered; several growths side by side.
 
-    With `text=False` no text and no token id is in it. Raise as `report` does, `InputError` for an empty sequence.
+    With `text=False` no text and no token id is in it. Without `out` only the pictures are written, to `figures`; the
+    `path` of the answer is "" then. Raise as `report` does, `InputError` for an empty sequence or neither of the two.
     """
+    if out is None and figures is None:
+        raise InputError("name a page to write, or a directory for the pictures")
     _check(out, figures, figure_format, overwrite=overwrite)
-    if isinstance(found, Diff):
-        sides = [side.path or name for side, name in ((found.a, "a"), (found.b, "b"))]
-        a, b = _names(sides) if sides[0] != sides[1] else ("a", "b")
-        head, cards = f"{a} and {b}", cards_of_diff(found, (a, b), with_text=text)
-    elif isinstance(found, Statistics):
-        head = f"Statistics of {os.path.basename(found.path or found.architecture)}"
-        cards = cards_of(found, None, with_text=text)
-    else:
-        several = [found] if isinstance(found, Growth) else list(found)
-        if not several:
-            raise InputError("a report needs something to tell of")
-        names = [one.source or one.architecture for one in several]
-        head = "Growth of " + (names[0] if len(several) == 1 else f"{len(several)} caches")
-        side = compared_growth(list(zip(names, several, strict=True)))
-        cards = [] if side is None else [side]
-        for name, one in zip(names, several, strict=True):
-            own = cards_of_growth(one)
-            cards += own if len(several) == 1 else [Card(f"{visible(name)}: {c.title.lower()}", c.blocks) for c in own]
-    notes = (Note(_WITH_TEXT if text else _WITHOUT),) if isinstance(found, Diff | Statistics) else ()
-    page = Page(title or visible(head), f"kvsnap {__version__}", (Group("What was found", tuple(cards)),), notes=notes)
+    page = page_of_answer(found, f"kvsnap {__version__}", title=title, with_text=text)
     return _written(page, out, figures, figure_format, [], _Steps(1, progress))
 
 
-def _check(out: Path, figures: Path | None, figure_format: str, *, overwrite: bool) -> None:
+def _check(out: Path | None, figures: Path | None, figure_format: str, *, overwrite: bool) -> None:
     """Raise before any work is done whose result could not be kept."""
     check_matplotlib()
     if figure_format not in ("png", "svg"):
         raise InputError("not a format of pictures", expected="png or svg", found=figure_format)
-    path = os.fspath(out)
+    if out is not None:
+        _check_page(os.fspath(out), overwrite=overwrite)
+    if figures is not None and os.path.lexists(figures) and not os.path.isdir(figures):
+        raise InputError("pictures need a directory, this is a file", path=os.fspath(figures))
+
+
+def _check_page(path: str, *, overwrite: bool) -> None:
     if not path or os.path.isdir(path):
         raise InputError("a report needs the name of a file", path=path or None)
     if not os.path.isdir(os.path.dirname(path) or "."):
         raise MissingError("no such directory to write to", path=os.path.dirname(path))
     if os.path.lexists(path) and not overwrite:
         raise InputError("there is a file of this name: use another name, or allow to overwrite it", path=path)
-    if figures is not None and os.path.lexists(figures) and not os.path.isdir(figures):
-        raise InputError("pictures need a directory, this is a file", path=os.fspath(figures))
-
-
-def _names(paths: Sequence[str]) -> list[str]:
-    """Return the shortest names that tell files apart: their own, or else their paths."""
-    short = [os.path.basename(path) for path in paths]
-    return [name if short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)]
 
 
 def _told(name: str, path: str, options: _Options, steps: _Steps) -> _Told:
@@ -270,7 +256,7 @@ def _told(name: str, path: str, options: _Options, steps: _Steps) -> _Told:
         found.growth = growth(path, key=key)
         found.cards += cards_of_growth(found.growth)
         measured = statistics(snapshot, sample=options.sample, progress=steps.within)
-        pieces = _pieces(snapshot, options)
+        pieces = _pieces(snapshot, path, options)
         found.cards += cards_of(measured, pieces, with_text=options.text, brief=options.brief)
         if options.text:
             found.cards += [card for card in (text_of_chat(snapshot),) if card is not None]
@@ -286,13 +272,13 @@ def _unread(error: KvsnapError) -> Card:
     return Card("What could not be read", (Note(visible(str(error)), bad=True),))
 
 
-def _pieces(snapshot: Snapshot, options: _Options) -> list[str] | None:
+def _pieces(snapshot: Snapshot, path: str, options: _Options) -> list[str] | None:
     """Return what is written for each token that has a row; None where it is not to be shown."""
     if not options.text:
         return None
     ids = snapshot.tokens[: snapshot.n_rows]
-    told = options.detokenize
-    return [str(i) if told is None else told([i]) for i in ids]
+    told = options.decoder_of(path)
+    return [str(i) if told is None else told([i]) or str(i) for i in ids]
 
 
 def _overview(told: Sequence[_Told]) -> list[Group]:
@@ -308,7 +294,7 @@ def _compared(a: _Told, b: _Told, options: _Options, steps: _Steps) -> tuple[lis
     try:
         found = diff(
             a.path, b.path, key_a=options.key_of(a.path), key_b=options.key_of(b.path),
-            detokenize=options.detokenize if options.text else None, progress=steps.within,
+            detokenize=options.decoder_of(a.path, b.path), progress=steps.within,
         )  # fmt: skip
     except ExtraMissingError:
         raise
@@ -318,20 +304,27 @@ def _compared(a: _Told, b: _Told, options: _Options, steps: _Steps) -> tuple[lis
 
 
 def _written(
-    page: Page, out: Path, directory: Path | None, figure_format: str, problems: Sequence[str], steps: _Steps
+    page: Page, out: Path | None, directory: Path | None, figure_format: str, problems: Sequence[str], steps: _Steps
 ) -> ReportFile:
-    nbytes = write_whole(out, html_of(page, steps.within).encode("utf-8"))
+    nbytes = 0 if out is None else write_whole(out, html_of(page, steps.within).encode("utf-8"))
+    figures = list(figures_of(page))
     made = []
     taken: set[str] = set()
-    for number, figure in enumerate(figures_of(page), 1):
+    for number, figure in enumerate(figures, 1):
         name = slug(figure.name)
         name = name if name not in taken else f"{name}-{number}"
         taken.add(name)
         path = "" if directory is None else _draw(figure, os.path.join(directory, f"{name}.{figure_format}"))
         made.append(FigureFile(name, figure.picture.title, path))
+        if out is None:
+            steps.within(number, len(figures))
     steps.next()
     return ReportFile(
-        path=os.fspath(out), nbytes=nbytes, title=page.title, figures=tuple(made), problems=tuple(problems)
+        path="" if out is None else os.fspath(out),
+        nbytes=nbytes,
+        title=page.title,
+        figures=tuple(made),
+        problems=tuple(problems),
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import click
 
 import kvsnap
 from kvsnap.cli._keys import Keys, key_options
-from kvsnap.cli._model import open_tokenizer
+from kvsnap.cli._model import open_decoder
 from kvsnap.cli._names import library_option, named
 from kvsnap.cli._output import (
     CheckFailed,
@@ -24,7 +24,7 @@ from kvsnap.cli._output import (
     size,
     table,
 )
-from kvsnap.cli._report import check_page, page_options, write_page
+from kvsnap.cli._report import Drawing, page_options
 from kvsnap.formats.native import is_encrypted
 from kvsnap.inspection.differences import Diff, HeadDifference, LayerDifference, Side
 from kvsnap.results import Cell, Table, text_of
@@ -51,7 +51,7 @@ _SHOWN_FIELDS = 8
 @click.option("--require", type=click.Choice(["all", "cache", "bound"]), default="all", show_default=True,
               help="What exit code 0 asks for.")  # fmt: skip
 @click.option("--csv", "as_csv", is_flag=True, help="Print the table as CSV, whole, and nothing else.")
-@page_options
+@page_options()
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing: the exit code is the answer.")
 @key_options()
 @library_option
@@ -65,8 +65,8 @@ _SHOWN_FIELDS = 8
 )
 def diff(
     a: str, b: str | None, commit_a: int | None, commit_b: int | None, layers: tuple[int, ...], all_rows: bool,
-    similar: bool | None, by: str, limit: int, model: str | None, require: str, as_csv: bool, page: str | None,
-    overwrite: bool, quiet: bool, keys: Keys, as_json: bool,
+    similar: bool | None, by: str, limit: int, model: str | None, require: str, as_csv: bool, drawing: Drawing,
+    quiet: bool, keys: Keys, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare the caches in A and B: encodings, runs, turns, formats of one model, or two variants of one.
 
@@ -78,15 +78,16 @@ def diff(
         raise click.UsageError("name a second file, or a commit of the first to compare it with (--commit-a)")
     if sum((as_csv, quiet, as_json)) > 1:
         raise click.UsageError("--csv, --json and --quiet exclude each other")
-    check_page(page, overwrite=overwrite)
+    drawing.check()
     other = a if b is None else b
     key_a, key_b = _keys(keys, a, other)
+    decode = None if model is None else open_decoder(model)
     with progress("comparing") as report:
         found = kvsnap.diff(
-            a, other, layers=layers or None, all_rows=all_rows, similar=similar, detokenize=_decoder(model),
+            a, other, layers=layers or None, all_rows=all_rows, similar=similar, detokenize=decode,
             key_a=key_a, key_b=key_b, commit_a=commit_a, commit_b=commit_b, progress=report,
         )  # fmt: skip
-    write_page(found, page, overwrite=overwrite)
+    drawing.draw(found)
     code = 0 if _holds(found, require) else 1
     if as_json:
         data = found.to_dict()
@@ -108,13 +109,6 @@ def _keys(keys: Keys, a: str, b: str) -> tuple[bytes | None, bytes | None]:
         return keys.of(a), None
     found = [keys.of(path) if is_locked else None for path, is_locked in zip((a, b), locked, strict=True)]
     return found[0], found[1]
-
-
-def _decoder(model: str | None) -> Callable[[Sequence[int]], str] | None:
-    if model is None:
-        return None
-    decode = open_tokenizer(model).decode
-    return lambda ids: str(decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _holds(found: Diff, require: str) -> bool:

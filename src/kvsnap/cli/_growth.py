@@ -17,7 +17,7 @@ from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._model import open_engine
 from kvsnap.cli._names import library_option, resolved, shown
 from kvsnap.cli._output import CheckFailed, count, emit, examples, json_option, remark, show_table, size, table, waiting
-from kvsnap.cli._report import check_page, page_options, write_page
+from kvsnap.cli._report import Drawing, page_options
 from kvsnap.errors import InputError, MissingError
 from kvsnap.inspection import Growth
 from kvsnap.inspection.growth import LENGTHS
@@ -49,7 +49,7 @@ _PROBE = 40
 @click.option(
     "--check", is_flag=True, help="Run the model of a configuration without weights, shapes alone, and compare."
 )
-@page_options
+@page_options(has_text=False)
 @click.option("--csv", "as_csv", is_flag=True, help="Print the lengths of all sources as CSV.")
 @library_option
 @key_options()
@@ -64,8 +64,8 @@ _PROBE = 40
 )
 def growth(
     sources: tuple[str, ...], models: tuple[str, ...], lengths: str | None, dtype: str | None,
-    encoder_rows: int | None, kinds: bool, turns: bool, budget: str | None, check: bool, as_csv: bool, page: str | None,
-    overwrite: bool, keys: Keys, as_json: bool,
+    encoder_rows: int | None, kinds: bool, turns: bool, budget: str | None, check: bool, as_csv: bool, drawing: Drawing,
+    keys: Keys, as_json: bool,
 ) -> None:  # fmt: skip
     """Tell how large a cache gets: bytes per token, and totals up to a context length.
 
@@ -80,12 +80,12 @@ def growth(
         raise click.UsageError("--csv and --json exclude each other")
     if encoder_rows is not None and encoder_rows < 0:
         raise InputError("--encoder is a length", expected="0 or more", found=encoder_rows)
-    check_page(page, overwrite=overwrite)
+    drawing.check()
     chosen = LENGTHS if lengths is None else tuple(_tokens(text) for text in lengths.split(","))
     room = None if budget is None else _bytes(budget)
     found = [_of_source(text, chosen, dtype, encoder_rows, keys, check=check) for text in sources]
     found += [_of_model(name, chosen, dtype) for name in models]
-    write_page(found, page, overwrite=overwrite)
+    drawing.draw(found)
     if as_json:
         emit({"budget": room, "sources": [_data(one, room) for one in found]})
     elif as_csv:

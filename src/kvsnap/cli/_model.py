@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from kvsnap.protocols import Engine
 __all__ = [
     "EMBEDDED", "ChosenModel", "RefusedModelError", "adapter_option", "choose_model",
     "error_text", "hash_once_option", "idle_settings", "model_options",
-    "open_engine", "parse_sampler", "refusing", "sampler_changes",
+    "open_decoder", "open_engine", "open_tokenizer", "parse_sampler", "recorded_decoder", "refusing", "sampler_changes",
     "sampler_options", "sampler_state",
 ]  # fmt: skip
 
@@ -237,6 +237,45 @@ def open_tokenizer(model: str) -> Any:
 
     with waiting(f"loading the tokenizer of {model}") as stop, progress(f"loading {model}") as report:
         return load_tokenizer(model, progress=_conversion(model, conversions(), stop, report))
+
+
+def open_decoder(model: str) -> Callable[[Sequence[int]], str]:
+    """Return what turns ids into text, from the tokenizer of a model; its weights are not loaded."""
+    return _decoder_of(open_tokenizer(model))
+
+
+def _decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    decode = tokenizer.decode
+    return lambda ids: str(decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def recorded_decoder(
+    name: str, metadata: Mapping[str, str], identity: Identity
+) -> Callable[[Sequence[int]], str] | None:
+    """Return what turns ids of the file `name` into text, from the tokenizer of the model that the file itself names.
+
+    Only a local model that is still there and holds the very tokenizer is asked, and nothing is converted or fetched;
+    else None, and a remark where another tokenizer is there.
+    """
+    chosen = choose_model(None, metadata)
+    if chosen.why != "recorded" or not identity.tokenizer:
+        return None
+    from kvsnap.engines.decoding import digest_of, stored_decoder
+
+    try:
+        found = stored_decoder(chosen.name)
+        if found is None:
+            return None
+        decode, digest = found
+        if digest == identity.tokenizer:
+            return decode
+        tokenizer = open_tokenizer(chosen.name)  # some families are read in another way than their file says
+        if digest_of(tokenizer) == identity.tokenizer:
+            return _decoder_of(tokenizer)
+    except (KvsnapError, OSError):
+        return None  # nobody asked for this model: ids are shown
+    remark(f"{name}: {chosen.name} has another tokenizer now: token ids are shown")
+    return None
 
 
 def _set_quiet() -> None:

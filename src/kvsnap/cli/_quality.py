@@ -27,6 +27,7 @@ from kvsnap.cli._output import (
     size,
     table,
 )
+from kvsnap.cli._report import Drawing, page_options
 from kvsnap.cli._run import accept_option, prompt_of
 from kvsnap.errors import InputError
 from kvsnap.inspection.effects import VERDICTS, YARDSTICKS, Effect, Quality
@@ -64,6 +65,7 @@ _SOURCES = {
 @accept_option
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV record for each encoding.")
 @click.option("--places", "as_places", is_flag=True, help="Print one CSV record for each place of the text.")
+@page_options()
 @model_options
 @adapter_option
 @library_option
@@ -72,12 +74,13 @@ _SOURCES = {
 @examples(
     "kvsnap quality story.kvsnap --codec q8 --rounded bfloat16",
     "kvsnap quality story.kvsnap small.kvsnap --text-file next-chapter.txt",
+    "kvsnap quality story.kvsnap --codec q8 --rounded bfloat16 -o cost.html",
     "kvsnap quality story.kvsnap --codec q8 --last 128 --fail-above 0.003",
 )
 def quality(
     file: str, others: tuple[str, ...], codec_names: tuple[str, ...], rounded: tuple[str, ...], text: str | None,
     text_file: str | None, text_ids: str | None, last: int | None, n_tokens: int, fail_above: float | None,
-    accept: tuple[str, ...], as_csv: bool, as_places: bool, model: str | None, dtype: str | None,
+    accept: tuple[str, ...], as_csv: bool, as_places: bool, drawing: Drawing, model: str | None, dtype: str | None,
     attention: str | None, keys: Keys, as_json: bool,
 ) -> None:  # fmt: skip
     """Tell what other encodings of FILE cost the model: KL divergence, agreement, perplexity.
@@ -94,6 +97,7 @@ def quality(
         raise click.UsageError("a text and --last exclude each other")
     if fail_above is not None and not fail_above >= 0:
         raise InputError("--fail-above is no KL", expected="0 or more", found=fail_above)
+    drawing.check()
     wanted = prompt_of(text, text_file, text_ids, chat=False, needed=True, what="text") if has_text else None
     files = (file, *others)
     snapshots = [kvsnap.load(one, key=keys.of(one)) for one in files]
@@ -107,6 +111,7 @@ def quality(
                 n_tokens=n_tokens, accept=accept, progress=report,
             )  # fmt: skip
     found = _called(found, files, [stored_bytes(one, key=keys.of(one)) for one in files])
+    drawing.draw(found)
     if as_json:
         emit({"path": file, "model": chosen.name, **found.to_dict()})
     elif as_csv or as_places:

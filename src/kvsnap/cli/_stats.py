@@ -12,7 +12,7 @@ import kvsnap
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._names import library_option, named
 from kvsnap.cli._output import count, emit, examples, json_option, progress, remark, show_table, table
-from kvsnap.cli._report import check_page, page_options, write_page
+from kvsnap.cli._report import Drawing, page_options
 from kvsnap.errors import InputError
 from kvsnap.inspection.statistics import Statistics
 from kvsnap.results import Cell, Table, text_of
@@ -50,7 +50,7 @@ _SHOWN = {
 @click.option("--limit", type=click.IntRange(min=0), metavar="N",
               help=f"Lines of the table; 0: all.  [default: {_LIMIT} by channel or row]")  # fmt: skip
 @click.option("--sample", type=click.IntRange(min=1), metavar="N", help="Look at N rows of each tensor, not at all.")
-@page_options
+@page_options()
 @click.option("--csv", "as_csv", is_flag=True, help="Print the table as CSV, all columns, nothing else.")
 @key_options()
 @library_option
@@ -63,7 +63,7 @@ _SHOWN = {
 )
 def stats(
     file: str, layers: tuple[int, ...], roles: tuple[str, ...], by: str, sort: str | None, reverse: bool,
-    limit: int | None, sample: int | None, as_csv: bool, page: str | None, overwrite: bool, keys: Keys,
+    limit: int | None, sample: int | None, as_csv: bool, drawing: Drawing, keys: Keys,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Measure the keys and values in FILE: norms, outlier channels, entropy, rank, dead heads, sinks.
@@ -75,12 +75,12 @@ def stats(
         raise click.UsageError("--csv and --json exclude each other")
     if reverse and sort is None:
         raise click.UsageError("--reverse goes with --sort")
-    check_page(page, overwrite=overwrite)
+    drawing.check()
     with progress(f"measuring {file}") as report:
         found = kvsnap.statistics(
             file, layers=layers or None, roles=roles or None, sample=sample, key=keys.of(file), progress=report
         )
-    write_page(found, page, overwrite=overwrite)
+    drawing.draw(found)
     if as_json:
         emit(_data(found, by))
         return

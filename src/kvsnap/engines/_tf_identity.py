@@ -20,7 +20,7 @@ from kvsnap.engines._tf_weights import digest_of, named_tensors, quantised_kinds
 from kvsnap.identity import AdapterDigest, Identity, WeightDigest, flatten_config, quantisation_text
 from kvsnap.protocols import Progress
 
-__all__ = ["cache_quantisation_of", "identity_of", "settings_of", "tokenizer_digest"]
+__all__ = ["cache_quantisation_of", "digest_of_rust", "identity_of", "settings_of", "tokenizer_digest"]
 
 # Settings that decide nothing about the rows of a cache: names, labels, output options, training, initial values of
 # weights that are loaded, generation defaults.
@@ -228,7 +228,11 @@ def tokenizer_digest(tokenizer: Any) -> str:
     rust = getattr(tokenizer, "backend_tokenizer", None)
     if rust is None or not hasattr(rust, "to_str"):
         return _digest(_json(_slow_tokenizer(tokenizer)).encode())
-    text = rust.to_str()
+    return digest_of_rust(rust.to_str())
+
+
+def digest_of_rust(text: str) -> str:
+    """Return the digest of a tokenizer of the tokenizers library from what its `to_str` gives."""
     raw = _digest(text.encode())
     if raw not in _canonical:
         # Padding and truncation are left over from the last call, not part of what the tokenizer is.

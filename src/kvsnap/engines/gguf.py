@@ -74,6 +74,12 @@ def converted(gguf: Path, cache_directory: str | os.PathLike[str] | None, progre
     return target
 
 
+def conversion_of(gguf: Path, cache_directory: str | os.PathLike[str] | None = None) -> Path | None:
+    """Return the directory that `gguf` was converted to; None where that was never done or never finished."""
+    target = conversions(cache_directory) / _conversion_key(gguf)
+    return target if _complete(target) else None
+
+
 def _unheard(done: int, total: int, text: str, /) -> None:
     del done, total, text
 

@@ -113,6 +113,18 @@ class Alignment:
     by: Literal["tokens", "rows"]
     notes: tuple[str, ...] = ()
 
+    def sentence(self, *, ids: bool = True) -> str:
+        """Return in words how the histories agree, with the ids that differ or without any id."""
+        n = f"{self.n_common:,}"
+        if self.relation == "same":
+            return f"the same {n} tokens"
+        if self.relation == "unknown":
+            return "tokens are not stored on both sides"
+        if self.first is None:
+            return f"{self.relation}: {n} tokens are the same, and one side goes on"
+        told = f" ({self.token_a} in a, {self.token_b} in b)" if ids else ""
+        return f"the first {n} tokens are the same; token {self.first:,} differs{told}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadDifference:
@@ -307,6 +319,7 @@ class Diff(Result):
     * `besides`: the same bits, and something beside the cache differs;
     * `identical`: nothing that is known on both sides differs, and nothing was left out.
 
+    `says` tells it in sentences, of which the first one is about the tokens.
     `all_rows` tells that rows behind the first difference of the tokens were compared too: those figures are of other
     inputs. `same_model` is False where the weights differ, None where they are not known on both sides.
     """
@@ -387,8 +400,12 @@ class Diff(Result):
         data: dict[str, Any] = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name != "rules"}
         return {"identical": self.identical, **data}
 
+    def sentences(self, *, ids: bool = True) -> tuple[str, ...]:
+        """Return the verdict and what is said of it, with the ids of tokens or without any."""
+        return (_WORDS[self.verdict], self.tokens.sentence(ids=ids), *self.says[1:])
+
     def __str__(self) -> str:
-        return "\n".join((_WORDS[self.verdict], *self.says))
+        return "\n".join(self.sentences())
 
 
 def _table(title: str, items: Any, kind: Any) -> Table:

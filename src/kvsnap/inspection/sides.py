@@ -124,7 +124,7 @@ def verdict_of(
     differing = [layer for layer in layers if layer.n_different]
     beside = [o.name for o in others if o.verdict not in ("equal", "unknown")]
     beside += [f.name for f in fields if f.verdict == "differ"]
-    says = [_of_tokens(aligned), *aligned.notes, *_of_values(layers, heads, differing, all_rows=all_rows)]
+    says = [aligned.sentence(), *aligned.notes, *_of_values(layers, heads, differing, all_rows=all_rows)]
     if only is not None:
         says.append(f"only layers {numbers_text(only)} were compared")
     if beside:
@@ -139,18 +139,6 @@ def verdict_of(
     else:
         verdict = "besides" if beside or left_out else "identical"
     return verdict, tuple(says)
-
-
-def _of_tokens(aligned: Alignment) -> str:
-    n = f"{aligned.n_common:,}"
-    if aligned.relation == "same":
-        return f"the same {n} tokens"
-    if aligned.relation == "unknown":
-        return "tokens are not stored on both sides"
-    if aligned.first is None:
-        return f"{aligned.relation}: {n} tokens are the same, and one side goes on"
-    ids = f"{aligned.token_a} in a, {aligned.token_b} in b"
-    return f"the first {n} tokens are the same; token {aligned.first:,} differs ({ids})"
 
 
 def _by_role(layers: Sequence[LayerDifference]) -> str:

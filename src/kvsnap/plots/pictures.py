@@ -44,13 +44,18 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Horizontal bars: name to (value, text beside it). `colours` are numbers 1 to 3, one for each bar."""
+    """Horizontal bars: name to (value, text beside it). `colours` are numbers 1 to 3, one for each bar.
+
+    On a logarithmic axis a value of 0, or one far below the first band, has a text and no bar. `bands` are (end, word):
+    what values up to there are called, the first band from the left edge on; the last one may end at infinity.
+    """
 
     title: str
     axis: str
     values: Mapping[str, tuple[float, str]]
     colours: Sequence[int]
     logarithmic: bool = False
+    bands: tuple[tuple[float, str], ...] = ()
 
     def table(self) -> Table:
         """Return name, value and text of each bar."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,28 +57,62 @@ def draw_bars(picture: Bars, sheet: Sheet) -> Callable[[], Hover]:
     """Draw horizontal bars with a text beside each."""
     names = list(picture.values)
     left = _left(names)
-    axes = sheet.axes(left=left)
-    values = [value for value, _ in picture.values.values()]
+    axes = sheet.axes(left=left, top=0.48 if picture.bands else 0.1)
+    room = WIDTH - left - 0.2
     fill = [sheet.colours[BARS[n - 1]] for n in picture.colours]
-    axes.barh(range(len(names)), values, color=fill, height=0.62, zorder=2)
-    _names(axes, names)
+    ends = [value for value, _ in picture.values.values()]
     if picture.logarithmic:
+        low, high = _decades(picture)
+        ends = [min(max(value, low), high) if not math.isnan(value) else low for value in ends]
+        texts = (text for _, text in picture.values.values())
+        powers = [(math.log10(end / low), text) for end, text in zip(ends, texts, strict=True)]
         axes.set_xscale("log")
-        axes.set_xlim(min(values) / 3, max(values) * 12)
+        axes.set_xlim(low, low * 10 ** max(sheet.room_for(powers, room), math.log10(high / low) + 0.5))
     else:
-        axes.set_xlim(0, sheet.room_for(picture.values.values(), WIDTH - left - 0.2))
-    for place, (value, text) in enumerate(picture.values.values()):
-        _beside(axes, text, value, place, sheet)
+        axes.set_xlim(0, sheet.room_for(picture.values.values(), room))
+    start = axes.get_xlim()[0]
+    axes.barh(range(len(names)), [end - start for end in ends], left=start, color=fill, height=0.62, zorder=2)
+    _names(axes, names)
+    for place, (end, (_, text)) in enumerate(zip(ends, picture.values.values(), strict=True)):
+        _beside(axes, text, end, place, sheet)
     _open(axes, len(names), sheet, picture.axis)
+    _bands(axes, picture, sheet)
 
     def hover() -> Hover:
-        left = axes.get_xlim()[0]
         return Marks(tuple(
-            (Mark(box_of(sheet.figure, axes, left, i - 0.31, value, i + 0.31), f"{name}: {text}"),)
-            for i, (name, (value, text)) in enumerate(picture.values.items())
+            (Mark(box_of(sheet.figure, axes, start, i - 0.31, end, i + 0.31), f"{name}: {text}"),)
+            for i, (end, (name, (_, text))) in enumerate(zip(ends, picture.values.items(), strict=True))
         ))  # fmt: skip
 
     return hover
+
+
+def _decades(picture: Bars) -> tuple[float, float]:
+    """Return the ends of a logarithmic axis with all values and bands, but for values far below the first band."""
+    known = [value for value, _ in picture.values.values() if 0 < value < math.inf]
+    known += [end for end, _ in picture.bands if 0 < end < math.inf]
+    low, high = (min(known), max(known)) if known else (1.0, 1.0)
+    if picture.bands:
+        low = max(low, picture.bands[0][0] / 300)
+    return 10.0 ** math.floor(math.log10(low) - 0.5), high
+
+
+def _bands(axes: Any, picture: Bars, sheet: Sheet) -> None:
+    """Draw where a band ends and the next begins, and their words above."""
+    low, high = axes.get_xlim()
+    start = low
+    for place, (end, word) in enumerate(picture.bands):
+        stop = min(end, high)
+        if stop <= start:
+            continue
+        if end < high:
+            axes.axvline(end, color=sheet.colours[BARS[2]], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        middle = math.sqrt(start * stop) if picture.logarithmic else (start + stop) / 2
+        above = 4 + 10 * (place % 2)  # in two lines: words of narrow bands would touch
+        axes.annotate(word, (middle, 1), xycoords=("data", "axes fraction"), xytext=(0, above),
+                      textcoords="offset points",
+                      ha="center", va="bottom", fontsize=7.5, color=sheet.ink, parse_math=False)  # fmt: skip
+        start = stop
 
 
 def draw_tree(picture: Tree, sheet: Sheet) -> Callable[[], Hover]:

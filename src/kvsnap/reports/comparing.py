@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -32,9 +31,7 @@ def cards_of_diff(diff: Diff, names: tuple[str, str], *, with_text: bool) -> lis
 
 def _verdict(diff: Diff, names: tuple[str, str], *, with_text: bool) -> Card:
     tokens = diff.tokens
-    ids = () if with_text else (tokens.token_a, tokens.token_b)
-    words = [text for text in str(diff).split("\n") if text and not _names_one(text, ids)]
-    said: list[Block] = [Claims(tuple((visible(text), None) for text in words))]
+    said: list[Block] = [Claims(tuple((visible(text), None) for text in diff.sentences(ids=with_text)))]
     facts = [
         ("a", names[0]), ("b", names[1]), ("tokens in common", f"{tokens.n_common:,} from the start"),
         ("rows of the same input", f"{tokens.n_rows:,}"),
@@ -66,11 +63,6 @@ def _verdict(diff: Diff, names: tuple[str, str], *, with_text: bool) -> Card:
         left = tuple((visible(n.what), visible(n.why)) for n in diff.not_compared)
         said.append(Listing(Table("Not compared", ("what", "why"), left), folded=True))
     return Card("What differs", tuple(said))
-
-
-def _names_one(text: str, ids: Sequence[int | None]) -> bool:
-    """Tell whether one of these ids is in a sentence, with or without commas."""
-    return any(i is not None and re.search(rf"\b(?:{i}|{i:,})\b", text) for i in ids)
 
 
 def _by_head(diff: Diff) -> Card | None:

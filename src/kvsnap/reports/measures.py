@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from kvsnap.inspection.statistics import Channels, RowNorms, Statistics
+from kvsnap.inspection.statistics.findings import findings_of
 from kvsnap.plots import HeatMap, Histogram, Histograms, Strip
 from kvsnap.plots.pictures import Floats
 from kvsnap.reports.escaping import visible
@@ -23,9 +23,6 @@ _COLUMNS, _FEW_COLUMNS = 512, 256
 _PANELS = 48
 _TOKENS, _FEW_TOKENS = 256, 64
 """Tokens that are shown from each end, on a page about one file and about several."""
-
-_IDS = re.compile(r"\s*\(tokens? [\d, ]+\)")
-"""How findings name the ids of rows."""
 
 _BY_HEAD = (
     ("mean_norm", "mean norm", "Mean Euclidean norm of the rows of each head."),
@@ -70,7 +67,7 @@ def _findings(statistics: Statistics, *, with_text: bool) -> Card:
     said: list[Block] = []
     if statistics.sample is not None:
         said.append(Text(f"Figures are of a sample: {count(statistics.sample, 'row')} were asked for."))
-    told = statistics.findings if with_text else [_IDS.sub("", text) for text in statistics.findings]
+    told = findings_of(statistics.layers, statistics.heads, statistics.sinks, statistics.similarity, ids=with_text)
     claims = tuple((visible(text), None) for text in told)
     said.append(Claims(claims) if claims else Text("Nothing stands out: no dead head, no outlier channel, no NaN."))
     if statistics.notes:

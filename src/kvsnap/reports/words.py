@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import time
+from collections.abc import Sequence
 
-__all__ = ["ROLES", "count", "role_name", "share", "size", "unit_of", "when"]
+__all__ = ["ROLES", "count", "role_name", "share", "shortest_names", "size", "unit_of", "when"]
 
 ROLES = {
     "k": "keys", "v": "values", "latent": "latent rows", "rope": "rope rows", "index": "index rows",
@@ -45,6 +47,12 @@ def count(number: int, what: str) -> str:
 def when(time_ns: int) -> str:
     """Return a time to the second in UTC; empty where none is known."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_ns / 1e9)) if time_ns else ""
+
+
+def shortest_names(paths: Sequence[str]) -> list[str]:
+    """Return the shortest names that tell files apart: their own, or else their paths."""
+    short = [os.path.basename(path) for path in paths]
+    return [name if short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)]
 
 
 def share(value: float | None) -> str:

@@ -36,10 +36,10 @@ def _name(head: HeadStatistics) -> str:
 
 def findings_of(
     layers: Sequence[LayerStatistics], heads: Sequence[HeadStatistics], sinks: Sequence[Sink],
-    similarity: Sequence[Similarity],
+    similarity: Sequence[Similarity], *, ids: bool = True,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Return what stands out in these figures, the gravest first."""
-    told = [*_not_finite(layers), *_dead(heads), *_twins(heads), *_outliers(heads), *_sinks(sinks)]
+    """Return what stands out in these figures, the gravest first; without `ids` no id of a token is told."""
+    told = [*_not_finite(layers), *_dead(heads), *_twins(heads), *_outliers(heads), *_sinks(sinks, ids=ids)]
     return (*told, *_ranks(heads), *_alike(similarity))
 
 
@@ -81,13 +81,13 @@ def _outliers(heads: Sequence[HeadStatistics]) -> list[str]:
     return told
 
 
-def _sinks(sinks: Sequence[Sink]) -> list[str]:
+def _sinks(sinks: Sequence[Sink], *, ids: bool) -> list[str]:
     if not sinks:
         return []
     most = max(s.n_layers for s in sinks)
     rows = ranges(s.row for s in sinks)
-    ids = ", ".join(dict.fromkeys(str(s.token) for s in sinks if s.token is not None))
-    where = f"row{'s' if len(sinks) > 1 else ''} {rows}{f' (token {ids})' if ids else ''}"
+    tokens = ", ".join(dict.fromkeys(str(s.token) for s in sinks if s.token is not None)) if ids else ""
+    where = f"row{'s' if len(sinks) > 1 else ''} {rows}{f' (token {tokens})' if tokens else ''}"
     return [f"short values at {where}, in up to {most} layers: may be attention sinks (kvsnap attention tells)"]
 
 
