@@ -598,3 +598,17 @@ def test_info_reads_no_row_of_a_deepseek_file(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(Reader, "read_into", counted)
     assert shown("info", path)[0] == 12
     assert sum(counts) < 128 < path.stat().st_size
+
+
+def test_index_rows_without_a_layer_are_told_and_counted_as_they_are_stored() -> None:
+    folder = Path(__file__).parent / "data" / "colikv"
+    found = kvsnap.inspect(folder / "v1_dsa_some_layers.coli_kv")
+    assert [group.text for group in found.groups] == [
+        "1 latent layer: latent rows of 8 and rope rows of 4, others kept as they are, float32",
+        "3 latent layers: latent rows of 8 and rope rows of 4, float32",
+    ]
+    assert {name: part.stored for name, part in found.stored.items()} == {"float32": 960}
+    for path in sorted(folder.glob("v[123]_*dsa*.coli_kv")):
+        found = kvsnap.inspect(path)
+        assert found.stored_bytes == found.file_bytes - 40 - 4 * found.n_tokens  # nothing else is in these files
+        assert set(found.stored) <= {"float32", "fp8"}
