@@ -240,6 +240,68 @@ def test_a_narrow_terminal_breaks_no_word(monkeypatch: pytest.MonkeyPatch, colum
         assert sum(word in line for line in shown) >= 2, (word, shown)
 
 
+def wide(monkeypatch: pytest.MonkeyPatch, columns: int, spare: tuple[str, ...]) -> tuple[str, str]:
+    """Draw six columns of 16 characters, the names of which are in one word; return stdout and stderr."""
+    streams = Terminal(), Terminal()
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    made = _output.table(*(f"c{n}" for n in range(6)), right=("c0",))
+    for row in range(3):
+        made.add_row(*(f"{'x' * 14}{row}{n}" for n in range(6)))
+    _output.show_table(made, spare=spare, more="--all")
+    return streams[0].getvalue(), streams[1].getvalue()
+
+
+def test_a_narrow_terminal_does_without_spare_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, told = wide(monkeypatch, 80, ("c4", "c1", "c2"))
+    assert max(map(len, shown.splitlines())) <= 80
+    assert all("02" in line for line in shown.splitlines() if "00" in line)  # c2 was not needed
+    assert "c4" not in shown
+    assert "x04" not in shown
+    assert "x05" in shown
+    assert told == "too narrow for c4, c1: --all has all\n"
+
+
+def test_a_wide_terminal_leaves_no_column_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, told = wide(monkeypatch, 120, ("c4", "c1", "c2"))
+    assert "x04" in shown
+    assert "x01" in shown
+    assert told == ""
+
+
+def test_a_narrow_terminal_breaks_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stdout", stream)
+    made = _output.table("a file", "per token", "on disk", "text", right=("per token", "on disk"))
+    made.add_row("story", "153.6 kB", "12.5 GB", "some words")
+    _output.show_table(made)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, map(str.rstrip, lines))) <= 40
+    assert any("153.6 kB" in line and "12.5 GB" in line for line in lines)
+    assert not any("per token" in line for line in lines)  # names may be broken between words
+    assert not any("some words" in line for line in lines)
+
+
+def test_rows_one_under_the_other_say_what_their_number_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, told = wide(monkeypatch, 40, ("c1",))
+    assert shown.startswith(f"c0: {'x' * 14}00\n  c1: {'x' * 14}01\n")
+    assert told == ""
+
+
+def test_what_is_told_is_wrapped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "the same tokens\nall values within the stored bound of each other"
+    monkeypatch.setenv("COLUMNS", "30")
+    for stream, lines in ((Terminal(), 3), (io.StringIO(), 2)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        _output.tell(text)
+        assert stream.getvalue().count("\n") == lines
+        assert stream.getvalue().split() == text.split()
+
+
 def test_remarks_are_wrapped_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setenv("COLUMNS", "40")

@@ -841,7 +841,9 @@ def test_answers_are_data_tables_and_html(tmp_path: Path) -> None:
     assert data["heads"][0]["relative_error"] == found.heads[0].relative_error
     assert data["positions"][0]["rows"] == list(range(40))
     assert [t.title for t in found.tables()][:2] == ["layers", "heads"]
-    assert "<b>" not in found._repr_html_()
+    shown = found._repr_html_()
+    assert shown.startswith("<p>the same tokens; all values within the stored bound of each other</p><p>")
+    assert "<b>" not in shown
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert told[-1][0] == told[-1][1]
 

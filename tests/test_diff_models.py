@@ -239,6 +239,28 @@ def test_people_are_told_what_differs(kv: Call) -> None:
     code, out, _ = kv("session", "--commit-a", 2)
     assert "a begins with b" not in out
     assert "b begins with a: 8 tokens are the same" in out
+    assert "smaller on disk" not in out  # of other tokens that says nothing
+
+
+def test_a_session_of_the_library_goes_by_its_name(kv: Call, files: dict[str, Path], tmp_path: Path) -> None:
+    with kvsnap.Library(tmp_path / "sessions") as library:
+        library.add(files["session"], "story")
+    code, out, _ = kv("@story", "small", "--library", tmp_path / "sessions")
+    assert code == 1
+    assert " a   @story " in out
+    assert str(tmp_path) not in out
+    data = json.loads(kv("@story", "small", "--library", tmp_path / "sessions", "--json")[1])
+    assert Path(data["a"]["path"]).is_file()
+
+
+def test_nothing_in_common_is_told_so(kv: Call, tmp_path: Path) -> None:
+    captured(tiny_llama(1), [7, 8]).save(tmp_path / "a.kvsnap")
+    captured(tiny_llama(1), [8, 8]).save(tmp_path / "b.kvsnap")
+    captured(tiny_llama(1), [7, 9]).save(tmp_path / "c.kvsnap")
+    out = kv(tmp_path / "a.kvsnap", tmp_path / "b.kvsnap")[1]
+    assert "no token from the start is the same: the first one differs (7 in a, 8 in b)" in out
+    out = kv(tmp_path / "a.kvsnap", tmp_path / "c.kvsnap")[1]
+    assert "the first token is the same; token 1 differs (8 in a, 9 in b)" in out
 
 
 def test_json_and_csv_have_the_figures(kv: Call, files: dict[str, Path]) -> None:

@@ -26,7 +26,7 @@ from kvsnap.formats.native.readers import BytesReader
 from kvsnap.inspection import Summary, summarise
 from kvsnap.inspection.excerpt import EXCERPT, excerpts
 from kvsnap.inspection.geometry import Shape, groups_of, layer_summaries, quantisation_words
-from kvsnap.layout import Snapshot, TensorSpec
+from kvsnap.layout import Run, Snapshot, TensorSpec
 from kvsnap.quantised import Quantisation
 from kvsnap.session import Session
 from synthetic import DATA, snapshot, snapshot_of_kinds, spec
@@ -307,6 +307,35 @@ def test_turns_are_counted_by_what_became_of_them(tmp_path: Path, shown: Shown) 
     assert (turns.n_live, turns.n_dropped) == (0, 7)
 
 
+def test_parts_published_on_the_way_are_not_cut_off(tmp_path: Path, shown: Shown) -> None:
+    path = tmp_path / "a.kvsnap"
+
+    def publish(session: Session, *runs: tuple[str, int], stop: str) -> None:
+        made = tuple(Run(kind, n) for kind, n in runs)  # type: ignore[arg-type]
+        taken = snapshot(tuple(range(sum(run.count for run in made))), metadata={"stop": stop})
+        session.append(replace(taken, runs=made), complete=stop != "unfinished")
+
+    with Session.open(path) as session:
+        publish(session, ("prompt", 4), stop="unfinished")
+        publish(session, ("prompt", 4), ("generated", 2), stop="unfinished")
+        publish(session, ("prompt", 4), ("generated", 5), stop="end")
+        publish(session, ("prompt", 4), ("generated", 5), ("prompt", 3), stop="unfinished")  # and was left so
+    turns = kvsnap.inspect(path).turns
+    assert turns is not None
+    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (4, 1, 2, 1)
+    assert "4 (1 complete, 1 cut off, 2 parts published on the way); last one" in shown("info", path)[1]
+    with Session.open(path) as session:  # a new turn follows: what was left stays cut off
+        publish(session, ("prompt", 4), ("generated", 5), ("prompt", 5), ("generated", 1), stop="end")
+    turns = kvsnap.inspect(path).turns
+    assert turns is not None
+    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (5, 2, 2, 1)
+    with Session.open(path) as session:  # the end of the first turn is cut away, its parts are all there is of it
+        session.truncate(6)
+    turns = kvsnap.inspect(path).turns
+    assert turns is not None
+    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (2, 0, 1, 1)
+
+
 def test_the_turns_agree_with_log(tmp_path: Path, shown: Shown) -> None:
     path = tmp_path / "a.kvsnap"
     with Session.open(path) as session:
@@ -446,7 +475,7 @@ def test_a_summary_is_a_result() -> None:
     assert sum(row[3] for row in roles.rows) == sum(p.stored for p in found.parts)  # type: ignore[misc]
     assert ("n_tokens", 6) in facts.rows
     assert json.loads(json.dumps(found.to_dict()))["turns"]["n_live"] == 3
-    assert "<table>" in found._repr_html_()
+    assert found._repr_html_().startswith("<table><caption>facts</caption>")
     assert set(found.identity_known) | set(found.identity_unknown) >= {"weights", "tokenizer", "engine"}
     pandas = pytest.importorskip("pandas")
     assert isinstance(found.to_pandas(), pandas.DataFrame)
@@ -569,3 +598,17 @@ def test_info_reads_no_row_of_a_deepseek_file(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(Reader, "read_into", counted)
     assert shown("info", path)[0] == 12
     assert sum(counts) < 128 < path.stat().st_size
+
+
+def test_index_rows_without_a_layer_are_told_and_counted_as_they_are_stored() -> None:
+    folder = Path(__file__).parent / "data" / "colikv"
+    found = kvsnap.inspect(folder / "v1_dsa_some_layers.coli_kv")
+    assert [group.text for group in found.groups] == [
+        "1 latent layer: latent rows of 8 and rope rows of 4, others kept as they are, float32",
+        "3 latent layers: latent rows of 8 and rope rows of 4, float32",
+    ]
+    assert {name: part.stored for name, part in found.stored.items()} == {"float32": 960}
+    for path in sorted(folder.glob("v[123]_*dsa*.coli_kv")):
+        found = kvsnap.inspect(path)
+        assert found.stored_bytes == found.file_bytes - 40 - 4 * found.n_tokens  # nothing else is in these files
+        assert set(found.stored) <= {"float32", "fp8"}

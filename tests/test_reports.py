@@ -138,6 +138,14 @@ def test_several_files_are_compared_with_the_first(monkeypatch: pytest.MonkeyPat
     ]  # fmt: skip
     assert np.allclose(np.array(grid["values"], dtype=float).reshape(2, 2), expected, rtol=2e-3)
     assert np.min(expected) > 0
+    found = kvsnap.diff("exact.kvsnap", "q8.kvsnap")
+    assert found.sentences()[1:] == found.says
+    assert str(found).split("\n") == list(found.sentences())
+    kvsnap.save(snapshot([*range(1, 21), 91234], layers=2, heads=2, dim=16), "t.kvsnap")
+    parted = kvsnap.diff("exact.kvsnap", "t.kvsnap")
+    assert "token 20 differs (21 in a, 91234 in b)" in parted.says[0]
+    assert [a == b for a, b in zip(parted.sentences(), parted.sentences(ids=False), strict=True)].count(False) == 1
+    assert "91234" not in str(parted.sentences(ids=False))
     assert "growth-compared" in [f.name for f in made.figures]
     ids = [a["id"] for _, a in page.tags if a.get("id")]
     assert len(ids) == len(set(ids))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pytest
@@ -57,3 +57,25 @@ def test_a_data_frame_has_the_columns_and_numbers() -> None:
     assert list(frame.columns) == ["layer", "share", "name"]
     assert frame["layer"].tolist() == [0, 1]
     assert frame["share"].isna().tolist() == [False, True]
+
+
+class Spoken(Answer):
+    """An answer with words of its own."""
+
+    __slots__ = ()
+
+    def in_words(self) -> tuple[str, ...]:
+        return ("a < b", "and so on")
+
+    def tables(self) -> tuple[Table, ...]:
+        return (*Answer.tables(self), Table("t", ("n",), ((1,),)))
+
+    def shown_tables(self) -> tuple[Table, ...]:
+        return self.tables()[::-1]
+
+
+def test_a_notebook_shows_the_words_first_and_the_tables_in_the_order_of_a_reader() -> None:
+    spoken = Spoken(**{f.name: getattr(ANSWER, f.name) for f in fields(ANSWER)})
+    items, other = spoken.tables()
+    assert spoken._repr_html_() == f"<p>a &lt; b</p><p>and so on</p>{other.to_html()}{items.to_html()}"
+    assert ANSWER._repr_html_() == ANSWER.tables()[0].to_html()

@@ -652,7 +652,7 @@ def test_tables_data_and_html() -> None:
     assert [text for kind, text in words.rows if kind == "finding"] == list(found.findings)
     assert layers.to_dicts()[0]["mean"] == found.layers[0].mean
     assert len(heads.rows) == 6
-    assert "<table>" in found._repr_html_()
+    assert found._repr_html_().startswith("<table><caption>in words</caption>")
     data = found.to_dict()
     assert data["heads"][2]["twin"] is None
     assert len(data["channels"][0]["rms"][0]) == 16

@@ -87,8 +87,17 @@ class Result:
         """
         return self.tables()[0].to_pandas()
 
+    def in_words(self) -> tuple[str, ...]:
+        """Return what it says in sentences, which a notebook shows above the tables; none by default."""
+        return ()
+
+    def shown_tables(self) -> tuple[Table, ...]:
+        """Return the tables in the order in which a notebook shows them: what a reader looks for first, first."""
+        return self.tables()
+
     def _repr_html_(self) -> str:
-        return "".join(table.to_html() for table in self.tables())
+        words = "".join(f"<p>{html.escape(line)}</p>" for line in self.in_words())
+        return words + "".join(table.to_html() for table in self.shown_tables())
 
 
 def plain(value: Any) -> Any:

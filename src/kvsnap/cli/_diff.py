@@ -12,7 +12,7 @@ import click
 import kvsnap
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._model import open_decoder
-from kvsnap.cli._names import library_option, named
+from kvsnap.cli._names import library_option, named, shown
 from kvsnap.cli._output import (
     CheckFailed,
     count,
@@ -25,6 +25,7 @@ from kvsnap.cli._output import (
     show_table,
     size,
     table,
+    tell,
 )
 from kvsnap.cli._report import Drawing, page_options
 from kvsnap.formats.native import is_encrypted
@@ -99,7 +100,7 @@ def diff(
     elif as_csv:
         _print_csv(_whole_table(found, by))
     elif not quiet:
-        _print(found, by, limit)
+        _print(found, by, limit, (shown(a), shown(other)))
     if code:
         raise CheckFailed(code)
 
@@ -132,6 +133,8 @@ _NAMES = {
     "cosine_min": "min cosine", "max_abs": "max error", "within_bound": "within", "rms_a": "rms a", "rms_b": "rms b",
     "row": "at row",
 }  # fmt: skip
+_SPARE = ("kind", "rms b", "rms a", "bound", "rows", "cka", "worst row")
+"""What a narrow terminal does without, the first one first."""
 
 
 def _whole_table(found: Diff, by: str) -> Table:
@@ -193,34 +196,34 @@ def _print_csv(made: Table) -> None:
 # -- for people ------------------------------------------------------------------------------------------------------
 
 
-def _print(found: Diff, by: str, limit: int) -> None:
+def _print(found: Diff, by: str, limit: int, names: tuple[str, str]) -> None:
     from rich.markup import escape
 
     sides = table("", "file", "tokens", "layers", "heads", "dtype", "cache", "per token", "on disk", "error up to",
                   right=("tokens", "layers", "cache", "per token", "on disk"))  # fmt: skip
-    for name, side in (("a", found.a), ("b", found.b)):
-        sides.add_row(name, *map(escape, _side(side)))
-    show_table(sides)
-    say(f"\n{found}")
+    for letter, side, name in zip("ab", (found.a, found.b), names, strict=True):
+        sides.add_row(letter, *map(escape, _side(side, name)))
+    show_table(sides, spare=("dtype", "heads", "layers", "cache"))
+    say()
+    tell(str(found))
     small, large = sorted((found.a.file_bytes or 0, found.b.file_bytes or 0))
-    if small and large / small > 1.01:
+    if small and large / small > 1.01 and found.tokens.relation == "same":
         say(f"{'b' if found.b.file_bytes == small else 'a'} is {large / small:.2f} times smaller on disk")
     _print_place(found)
     made, told = _short_table(found, by)
     if made.rows:
         say(f"\n{told}\n")
         right = tuple(_NAMES.get(c, c) for c in made.columns if c not in ("role", "kind"))
-        shown = table(*(_NAMES.get(column, column) for column in made.columns), right=right)
+        lines = table(*(_NAMES.get(column, column) for column in made.columns), right=right)
         for row in made.rows[: limit or None]:
-            shown.add_row(*(escape(_cell(c, cell)) for c, cell in zip(made.columns, row, strict=True)))
-        show_table(shown)
+            lines.add_row(*(escape(_cell(c, cell)) for c, cell in zip(made.columns, row, strict=True)))
+        show_table(lines, spare=_SPARE, more="--csv")
         if limit and len(made.rows) > limit:
             say(f"{len(made.rows) - limit:,} more (--limit 0)")
     _print_rest(found)
 
 
-def _side(side: Side) -> tuple[str, ...]:
-    name = side.path or "in memory"
+def _side(side: Side, name: str) -> tuple[str, ...]:
     where = f"{name} at commit {side.commit}" if side.commit else name
     stored = "" if side.file_bytes is None else f"{size(side.file_bytes)} ({', '.join(side.encodings) or side.format})"
     bound = "exact" if not side.bound else "no bound" if side.bound == float("inf") else f"{side.bound:.4g}"
@@ -249,12 +252,12 @@ def _print_rest(found: Diff) -> None:
         say(f"\nlogits: {one.n_different:,} of {one.n_values:,} differ, KL(a || b) {kl}, most probable id {top}")
     if len(found.growth) > 1 or any(g.per_token_a != g.per_token_b or g.nbytes_a != g.nbytes_b for g in found.growth):
         say("\ngrowth\n")
-        shown = table("kind", "layers a", "layers b", "per token a", "per token b", "held a", "held b",
+        kinds = table("kind", "layers a", "layers b", "per token a", "per token b", "held a", "held b",
                       right=("layers a", "layers b", "per token a", "per token b", "held a", "held b"))  # fmt: skip
         for g in found.growth:
-            shown.add_row(g.kind, str(g.layers_a), str(g.layers_b), size(g.per_token_a), size(g.per_token_b),
+            kinds.add_row(g.kind, str(g.layers_a), str(g.layers_b), size(g.per_token_a), size(g.per_token_b),
                           size(g.nbytes_a), size(g.nbytes_b))  # fmt: skip
-        show_table(shown)
+        show_table(kinds)
     _print_others(found)
 
 

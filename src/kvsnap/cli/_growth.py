@@ -28,6 +28,7 @@ from kvsnap.cli._output import (
     show_table,
     size,
     table,
+    tell,
     waiting,
 )
 from kvsnap.cli._report import Drawing, page_options
@@ -252,7 +253,7 @@ def _print_side_by_side(found: Sequence[Growth]) -> None:
             escape(_label(made)), escape(made.architecture), made.dtype, f"{made.at(0).bytes_per_token:,.0f}",
             f"{last.bytes_per_token:,.0f}", *(size(point.cache_bytes) for point in made.points),
         )  # fmt: skip
-    show_table(shown_table)
+    show_table(shown_table, spare=("dtype", "family", "later"))
 
 
 def _print_budget(found: Sequence[Growth], budget: int) -> None:
@@ -261,7 +262,7 @@ def _print_budget(found: Sequence[Growth], budget: int) -> None:
         beyond = made.context_limit is not None and (live is None or live > made.context_limit)
         more = f"; the model is made for {made.context_limit:,}" if beyond else ""
         session = "" if live == kept else f" ({_fitting(kept)} in a session that keeps every row)"
-        say(f"{_label(made)}: {size(budget)} holds {_fitting(live)}{session}{more}")
+        tell(f"{_label(made)}: {size(budget)} holds {_fitting(live)}{session}{more}")
 
 
 def _fitting(n_tokens: int | None) -> str:
@@ -311,9 +312,9 @@ def _print_checks(made: Growth, *, named: bool) -> None:
     for one in made.checked:
         where = f"{count(one.layers, 'layer')} at {count(one.n_tokens, 'position')}"
         if one.ok:
-            say(f"{who}checked against {one.against}: {where}, {size(one.actual)}, every byte as told")
+            tell(f"{who}checked against {one.against}: {where}, {size(one.actual)}, every byte as told")
             continue
-        say(f"{who}NOT as told by {one.against}: {where}, {one.off:+,} B")
+        tell(f"{who}NOT as told by {one.against}: {where}, {one.off:+,} B")
         for fault in one.faults[:6]:
             say(f"  {fault}")
         if len(one.faults) > 6:

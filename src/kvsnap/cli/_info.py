@@ -119,7 +119,7 @@ def _show_layers(s: Summary) -> None:
         made.add_row(str(x.index), x.kind, escape(roles), text_of(x.num_heads or None), text_of(x.head_dim or None),
                      x.dtype, text_of(x.window or None), _bytes(x.bytes_per_token), _bytes(x.state_bytes),
                      _bytes(x.stored), _bytes(x.decoded))  # fmt: skip
-    show_table(made)
+    show_table(made, spare=("states", "window", "decoded", "dtype", "roles"))
 
 
 def _bytes(n_bytes: float) -> str:
@@ -228,7 +228,8 @@ def _content_rows(s: Summary) -> Rows:
 def _turns_text(s: Summary) -> str:
     t = s.turns
     assert t is not None  # noqa: S101 # the caller looked
-    told = f"{t.n_live:,} ({t.n_complete:,} complete, {t.n_cut_off:,} cut off)"
+    told = f"{t.n_live:,} ({t.n_complete:,} complete, {t.n_cut_off:,} cut off"
+    told += f", {t.n_on_the_way:,} parts published on the way)" if t.n_on_the_way else ")"
     told += f", {t.n_inherited:,} of them of its parents" if t.n_inherited else ""
     told += f"; {t.n_dropped:,} more were cut away since" if t.n_dropped else ""
     if t.last_operation != "append":

@@ -15,6 +15,9 @@ from kvsnap.library import Library
 
 __all__ = ["COMMANDS"]
 
+_SPARE = ("file id", "in all", "made with", "turns", "commits", "created", "format", "used")
+"""What a narrow terminal does without, the first one first."""
+
 
 @click.command()
 @click.argument("directories", nargs=-1, metavar="[DIR]...")
@@ -93,7 +96,7 @@ def _show(found: Listing, more: dict[str, Any], *, is_long: bool) -> None:
         ids = [one.file_id] if is_long and found.is_library else []
         *row, notes = _row(one, is_long=is_long, nameless=nameless)
         made.add_row(*row, *ids, notes)
-    show_table(made)
+    show_table(made, spare=_SPARE)
     total = sum(one.nbytes for one in found.files)
     if not found.is_library:
         other = f"; {count(found.n_other, 'other file')}" if found.n_other else ""

@@ -35,6 +35,7 @@ __all__ = [
     "show_table",
     "size",
     "table",
+    "tell",
     "waiting",
 ]  # fmt: skip
 
@@ -116,10 +117,18 @@ def csv_row(cells: Iterable[Any]) -> list[Any]:
 def remark(text: str) -> None:
     """Print one line on stderr; on a terminal it is wrapped between words."""
     text = visible(text, lines=True)
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        text = textwrap.fill(text, max(20, width), break_long_words=False, break_on_hyphens=False)
-    print(text, file=sys.stderr, flush=True)
+    print(_wrapped(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+
+def tell(text: str) -> None:
+    """Print lines on stdout; on a terminal each is wrapped between words."""
+    text = visible(text, lines=True)
+    print("\n".join(map(_wrapped, text.split("\n"))) if sys.stdout.isatty() else text)
+
+
+def _wrapped(line: str) -> str:
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, max(20, width), break_long_words=False, break_on_hyphens=False)
 
 
 def size(n_bytes: float) -> str:
@@ -161,17 +170,24 @@ def table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()) 
     return made
 
 
-def show_table(made: Any) -> None:
-    """Print a rich table on stdout: wrapped between words, or row by row where a terminal is too narrow for that."""
+def show_table(made: Any, *, spare: tuple[str, ...] = (), more: str = "--json") -> None:
+    """Print a rich table on stdout, wrapped between words.
+
+    Where a terminal is too narrow the columns in `spare` are left out, one after the other, until the rest fits; a
+    remark names them, and the option `more` that shows them. What does not fit all the same is printed row by row.
+    """
     from rich.console import Console
 
     if sys.stdout.isatty():
         width, height = shutil.get_terminal_size()
         console = Console(highlight=False, width=width, height=height)  # rich asks no dumb terminal for its width
-        if _fit(made, console):
-            console.print(made)
-        else:
+        narrow, left_out = _narrowed(made, spare, console)
+        if narrow is None:
             _show_rows(made, console)
+            return
+        console.print(narrow)
+        if left_out:
+            remark(f"too narrow for {', '.join(left_out)}: {more} has all")
         return
     # Piped, a table keeps its lines whole instead of folding them at 80 columns.
     console = Console(highlight=False, width=160, file=io.StringIO())
@@ -181,8 +197,33 @@ def show_table(made: Any) -> None:
     print("\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n"))
 
 
+def _narrowed(made: Any, spare: tuple[str, ...], console: Any) -> tuple[Any, list[str]]:
+    """Return a table that fits, without as few of the spare columns as that takes, and their names; None if none do."""
+    left_out: list[str] = []
+    there = {column.header for column in made.columns}
+    still = [name for name in spare if name in there]
+    while not _fit(made, console):
+        if not still:
+            return None, left_out
+        left_out.append(still.pop(0))
+        made = _without(made, left_out[-1])
+    return made, left_out
+
+
+def _without(made: Any, name: str) -> Any:
+    kept = [column for column in made.columns if column.header != name]
+    right = tuple(column.header for column in kept if column.justify == "right")
+    other = table(*(column.header for column in kept), title=made.title, right=right)
+    for row in zip(*(column.cells for column in kept), strict=True):
+        other.add_row(*row)
+    return other
+
+
 def _fit(made: Any, console: Any) -> bool:
-    """Set the widths of the columns so that no word is broken, the widest ones narrowed first; False if that fails."""
+    """Set the widths of the columns, the widest ones narrowed first; False if that would break a word or a number.
+
+    A cell that is set flush right is a number, with its unit.
+    """
     from rich.text import Text
 
     widths, least = [], []
@@ -190,7 +231,8 @@ def _fit(made: Any, console: Any) -> bool:
         texts = [Text.from_markup(str(cell)) for cell in (column.header, *column.cells)]
         lines = [line for text in texts for line in text.plain.splitlines()]
         widths.append(max((Text(line).cell_len for line in lines), default=0))
-        words = (Text(word).cell_len for line in lines for word in line.split())
+        whole = [] if column.justify != "right" else lines[len(str(column.header).splitlines()) :]
+        words = (Text(word).cell_len for line in lines for word in ([line] if line in whole else line.split()))
         least.append(min(max(words, default=0), _LONG_WORD))
     room = console.width - (3 * len(widths) - 1)  # a blank on each side of a cell, one between two, and the edges
     while sum(widths) > room:
@@ -210,7 +252,9 @@ def _show_rows(made: Any, console: Any) -> None:
     columns = list(made.columns)
     for row in zip(*(column.cells for column in columns), strict=True):
         for number, (column, cell) in enumerate(zip(columns, row, strict=True)):
-            name = f"{column.header}: " if column.header and number else ""
+            # The first cell names the row, unless it is a number: of what, its column says.
+            named = column.header and (number or column.justify == "right")
+            name = f"{column.header}: " if named else ""
             console.print(Padding(f"{name}{cell}", (0, 0, 0, 2 if number else 0), expand=False))
 
 

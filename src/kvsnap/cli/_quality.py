@@ -28,6 +28,7 @@ from kvsnap.cli._output import (
     show_table,
     size,
     table,
+    tell,
 )
 from kvsnap.cli._report import Drawing, page_options
 from kvsnap.cli._run import accept_option, prompt_of
@@ -163,13 +164,14 @@ def _print(found: Quality) -> None:
             "" if e.perplexity_change is None else f"{e.perplexity_change:+.2%}",
             *[str(e.n_bad)] * left_out, e.verdict,
         )  # fmt: skip
-    show_table(made)
+    show_table(made, spare=("median", "p99", "top-5", "size", "+-", "max"))
     say()
     known = table("to compare with", "KL mean", "top-1", right=("KL mean", "top-1"))
     for what, kl, top in YARDSTICKS:
         known.add_row(what, kl, top)
     show_table(known)
-    say(f"\nmean KL in nats: {_verdicts()} (one text; others of 256 places differed by about 15 %)")
+    say()
+    tell(f"mean KL in nats: {_verdicts()} (one text; others of 256 places differed by about 15 %)")
     for effect in found.others:
         if effect.differs_at is not None:
             say(_first_difference(found, effect))

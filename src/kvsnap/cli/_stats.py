@@ -11,7 +11,19 @@ import click
 import kvsnap
 from kvsnap.cli._keys import Keys, key_options
 from kvsnap.cli._names import library_option, named
-from kvsnap.cli._output import count, csv_row, emit, examples, json_option, progress, remark, say, show_table, table
+from kvsnap.cli._output import (
+    count,
+    csv_row,
+    emit,
+    examples,
+    json_option,
+    progress,
+    remark,
+    say,
+    show_table,
+    table,
+    tell,
+)
 from kvsnap.cli._report import Drawing, page_options
 from kvsnap.errors import InputError
 from kvsnap.inspection.statistics import Statistics
@@ -35,6 +47,8 @@ _SHOWN = {
     },
 }  # fmt: skip
 """Columns that are printed, and their headings; --csv and --json have all."""
+_SPARE = ("dim", "heads", "rows", "min", "max", "least", "largest", "mean", "rank 90 %", "eff. rank", "entropy")
+"""What a narrow terminal does without, the first one first."""
 
 
 @click.command()
@@ -128,11 +142,11 @@ def _print(found: Statistics, whole: Table, by: str, limit: int | None) -> None:
     made = table(*shown.values(), right=tuple(n for c, n in shown.items() if c != "role"))
     for row in lines:
         made.add_row(*(_cell(row[place], whole.columns[place]) for place in places))
-    show_table(made)
+    show_table(made, spare=_SPARE, more="--csv")
     if len(lines) < len(whole.rows):
         remark(f"{len(whole.rows) - len(lines):,} more lines: --limit 0 prints all")
     for text in found.findings:
-        say(f"* {text}")
+        tell(f"* {text}")
     for note in found.notes:
         remark(f"note: {note}")
 

@@ -102,16 +102,18 @@ class LayerGroup:
 class TurnCounts:
     """The turns of a history. A turn is live while tokens of it are part of the history.
 
-    `n_live = n_complete + n_cut_off`; `n_inherited` of the live ones stand in the files that a fork starts in.
-    `n_dropped` were appended to this file and cut off since. `n_commits` counts all commits of this file, those that
-    truncate or reset too; `last_operation` is what the last one did, `last_stop` why its answer ended (empty: not
-    known).
+    `n_live = n_complete + n_cut_off + n_on_the_way`. On the way are parts of a turn that were published before its end,
+    and that the rest of it follows: a commit each, and nothing that was cut off. `n_inherited` of the live ones stand
+    in the files that a fork starts in. `n_dropped` were appended to this file and cut off since. `n_commits` counts all
+    commits of this file, those that truncate or reset too; `last_operation` is what the last one did, `last_stop` why
+    its answer ended (empty: not known).
     """
 
     n_commits: int
     n_live: int
     n_complete: int
     n_cut_off: int
+    n_on_the_way: int
     n_inherited: int
     n_dropped: int
     last_operation: str
@@ -253,6 +255,11 @@ class Summary(Result):
         facts = self.to_dict()
         simple = [(k, v) for k, v in facts.items() if v is None or isinstance(v, str | int | float)]
         return layers, sizes, self.by_role(), Table("facts", ("name", "value"), tuple(simple))
+
+    def shown_tables(self) -> tuple[Table, ...]:
+        """Return the facts first, then sizes by role, layers, and what is stored of each."""
+        layers, sizes, roles, facts = self.tables()
+        return facts, roles, layers, sizes
 
     def by_role(self) -> Table:
         """Return the sizes by role and codec as a table, the largest first."""

@@ -123,7 +123,10 @@ class Alignment:
         if self.first is None:
             return f"{self.relation}: {n} tokens are the same, and one side goes on"
         told = f" ({self.token_a} in a, {self.token_b} in b)" if ids else ""
-        return f"the first {n} tokens are the same; token {self.first:,} differs{told}"
+        if not self.n_common:
+            return f"no token from the start is the same: the first one differs{told}"
+        same = "the first token is the same" if self.n_common == 1 else f"the first {n} tokens are the same"
+        return f"{same}; token {self.first:,} differs{told}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,6 +406,10 @@ class Diff(Result):
     def sentences(self, *, ids: bool = True) -> tuple[str, ...]:
         """Return the verdict and what is said of it, with the ids of tokens or without any."""
         return (_WORDS[self.verdict], self.tokens.sentence(ids=ids), *self.says[1:])
+
+    def in_words(self) -> tuple[str, ...]:
+        """Return the verdict and what is said of it, for notebooks."""
+        return self.sentences()
 
     def __str__(self) -> str:
         return "\n".join(self.sentences())

@@ -115,6 +115,7 @@ def _words(same: Sequence[LayerSummary]) -> str:
         rest = [role for role in states if role not in cross and (role != "other" or not (cross or one.head_dim))]
         told += ["keys and values of an encoder"] if cross else []
         told += [f"{', '.join(rest)} states{_of_bytes(same)}"] if rest else []
+        told += ["others kept as they are"] if "other" in states and not cross and one.head_dim else []
     told += [one.dtype] if one.dtype else []
     told += [quantisation_words(one.quantisation)] if one.quantisation else []
     return f"{n}{name} {layers}{window}: {', '.join(told)}" if told else f"{n}{name} {layers}{window}"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from kvsnap.formats.native import NativeFile
 from kvsnap.formats.native.tables import Commit, Operation
-from kvsnap.formats.native.told import piece_of, stop_of
+from kvsnap.formats.native.told import has_prompt, piece_of, stop_of
 from kvsnap.formats.native.turns import walk
 from kvsnap.inspection.described import TurnCounts
-from kvsnap.layout import CUT_OFF
+from kvsnap.layout import CUT_OFF, UNFINISHED
 
 __all__ = ["TurnText", "turn_counts", "turn_texts"]
 
@@ -56,24 +56,27 @@ def turn_counts(file: NativeFile) -> TurnCounts:
     """
     if file.vault is not None:  # a sealed snapshot, whose one commit was opened already
         whole = _is_whole(file, file.commit)
-        return _counts(file, len(file.live), len(file.live) * whole, 0, 0)
-    n_live = complete = inherited = dropped = 0
+        return _counts(file, len(file.live), len(file.live) * whole, 0, 0, 0)
+    n_live = complete = on_the_way = inherited = dropped = 0
     for where, entries in file.stretches:
         n_live += len(entries)
-        found, gone = _told(where, [entry.span for entry in entries])
+        found, parts, gone = _told(where, [entry.span for entry in entries])
         complete += found
+        on_the_way += parts
         if where is file:
             dropped = gone
         else:
             inherited += len(entries)
-    return _counts(file, n_live, complete, inherited, dropped)
+    return _counts(file, n_live, complete, on_the_way, inherited, dropped)
 
 
-def _counts(file: NativeFile, n_live: int, complete: int, inherited: int, dropped: int) -> TurnCounts:
+def _counts(
+    file: NativeFile, n_live: int, complete: int, on_the_way: int, inherited: int, dropped: int
+) -> TurnCounts:  # fmt: skip
     return TurnCounts(
-        n_commits=file.commit.number, n_live=n_live, n_complete=complete, n_cut_off=n_live - complete,
-        n_inherited=inherited, n_dropped=dropped, last_operation=file.commit.operation_name,
-        last_stop=stop_of(file, file.commit),
+        n_commits=file.commit.number, n_live=n_live, n_complete=complete, n_cut_off=n_live - complete - on_the_way,
+        n_on_the_way=on_the_way, n_inherited=inherited, n_dropped=dropped,
+        last_operation=file.commit.operation_name, last_stop=stop_of(file, file.commit),
     )  # fmt: skip
 
 
@@ -81,15 +84,21 @@ def _is_whole(file: NativeFile, commit: Commit) -> bool:
     return commit.complete and stop_of(file, commit) not in CUT_OFF
 
 
-def _told(file: NativeFile, live: list[int]) -> tuple[int, int]:
-    """Return how many turns of a file that are live were complete, and how many that it appended are not live."""
-    complete = gone = 0
+def _told(file: NativeFile, live: list[int]) -> tuple[int, int, int]:
+    """Count what a file appended: live turns that were complete, live parts of one that goes on, what is not live."""
+    complete = on_the_way = gone = 0
+    later = 0  # the SPAN of the commit behind, if that appended and is live; 0: not
     for commit, offset in walk(file.commit, file.end.footer.commit_offset, file.header, file.reader):
+        behind, later = later, 0
         if commit.operation not in (Operation.APPEND, Operation.SEAL):
             continue
         place = bisect_left(live, commit.previous)  # its SPAN stands between the commit before and this one
-        if place < len(live) and live[place] < offset:
-            complete += _is_whole(file, commit)
-        else:
+        if place == len(live) or live[place] >= offset:
             gone += 1
-    return complete, gone
+            continue
+        later = live[place]
+        if _is_whole(file, commit):
+            complete += 1
+        elif behind and stop_of(file, commit) == UNFINISHED:
+            on_the_way += not has_prompt(file, behind)
+    return complete, on_the_way, gone

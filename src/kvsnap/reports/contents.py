@@ -87,6 +87,7 @@ def _turn_words(summary: Summary) -> str:
     if turns is None:
         return "" if summary.complete else "the last one was cut off"
     told = f"{turns.n_complete:,} complete, {turns.n_cut_off:,} cut off"
+    told += f", {turns.n_on_the_way:,} parts published on the way" if turns.n_on_the_way else ""
     return told + (f", {turns.n_dropped:,} given up since" if turns.n_dropped else "")
 
 
@@ -176,7 +177,7 @@ def turns_of(turns: Sequence[Turn]) -> Card | None:
     left = len(bars) - len(shown)
     text = (
         "A bar reaches from the tokens before a commit to those after it. Blue: the answer is complete. Orange: it was "
-        "cut off. Hatched red, to the left: the history was taken back."
+        "cut off, or published before its end. Hatched red, to the left: the history was taken back."
     )
     said = f"{count(len(turns), 'commit')} from {when(turns[0].time_ns)} to {when(turns[-1].time_ns)}."
     if left:

@@ -178,6 +178,11 @@ class Stacked:
     def __init__(self, columns: Sequence[Column], records: Records) -> None:
         self.rows = [LazyRows(column, records) for column in columns]
 
+    @property
+    def stored_as(self) -> tuple[str, int]:
+        """The encoding of the rows, and the bytes that they take."""
+        return self.rows[0].column.encoding.name, sum(rows.stored_as[1] for rows in self.rows)
+
     def array(self) -> npt.NDArray[np.float32]:
         return np.stack([rows.array() for rows in self.rows], axis=1)
 

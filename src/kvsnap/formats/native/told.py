@@ -16,7 +16,7 @@ from kvsnap.formats.native.tables import Commit, Entry, Operation, Part
 from kvsnap.layout import Snapshot
 from kvsnap.records import RECORD_SIZE, Kind
 
-__all__ = ["Told", "piece_of", "state_parts", "stop_of", "told_of"]
+__all__ = ["Told", "has_prompt", "piece_of", "state_parts", "stop_of", "told_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +69,9 @@ def stop_of(file: NativeFile, commit: Commit) -> str:
         raw, _, _ = file.table_of(commit.note, kind=Kind.NOTE)
         return schema.parse_note(raw, file.path, commit.note + RECORD_SIZE).get("stop", "")
     return ""
+
+
+def has_prompt(file: NativeFile, offset: int) -> bool:
+    """Tell whether a SPAN begins with tokens of a prompt: then a turn begins with it, and what was before was left."""
+    runs = file.table_at(offset, Kind.SPAN)[0].runs
+    return bool(runs) and runs[0].kind == "prompt"

@@ -255,6 +255,11 @@ class Statistics(Result):
                 found[h.layer, h.head] = len(value) if isinstance(value, tuple) else value
         return found
 
+    def shown_tables(self) -> tuple[Table, ...]:
+        """Return what is told in words first."""
+        *figures, words = self.tables()
+        return (words, *figures)
+
     def tables(self) -> tuple[Table, ...]:
         """Return what is told by layer, by head, of candidates for sinks where there are any, and in words."""
         made = [table_of("layers", self.layers, _OF_LAYERS), self.table("head")]
