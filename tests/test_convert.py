@@ -223,3 +223,20 @@ def test_index_rows_are_in_the_loss_report(tmp_path: Path) -> None:
     with pytest.raises(LossError, match="index"):
         kvsnap.convert(origin, tmp_path / "a.kv", format="mlxkv")
     assert not kvsnap.convert(origin, tmp_path / "a.kvsnap")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "wanted"),
+    [
+        ("x.safetensors", [], "safetensors"),
+        ("x.mlxkv", ["--allow-loss"], "mlxkv"),
+        ("x.kv", [], "native"),
+        ("x.safetensors", ["--format", "native"], "native"),
+    ],
+)
+def test_the_ending_of_the_target_says_the_format_where_no_option_does(
+    tmp_path: Path, name: str, options: list[str], wanted: str
+) -> None:
+    kvsnap.save(made(range(6)), tmp_path / "a.kvsnap")
+    assert run(["convert", str(tmp_path / "a.kvsnap"), str(tmp_path / name), *options]) == 0
+    assert formats.format_of(tmp_path / name).name == wanted

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -612,3 +615,12 @@ def test_index_rows_without_a_layer_are_told_and_counted_as_they_are_stored() ->
         found = kvsnap.inspect(path)
         assert found.stored_bytes == found.file_bytes - 40 - 4 * found.n_tokens  # nothing else is in these files
         assert set(found.stored) <= {"float32", "fp8"}
+
+
+def test_times_are_told_with_their_zone_and_how_long_ago(tmp_path: Path, shown: Shown) -> None:
+    path = tmp_path / "a.kvsnap"
+    with mock.patch("time.time_ns", return_value=time.time_ns() - 3 * 86_400 * 10**9 - 10**9):
+        kvsnap.save(snapshot((1, 2, 3)), path)
+    out = shown("info", path)[1]
+    assert re.search(r"created +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+ \(3 days ago\)", out)
+    assert re.search(r"modified .*\(just now\)", out)

@@ -81,6 +81,25 @@ def test_a_directory_is_listed_by_what_its_files_are(place: Path, shown: Shown) 
     assert data["is_library"] is False
 
 
+def test_a_listing_names_the_model_and_the_encodings(tmp_path: Path, shown: Shown) -> None:
+    made = snapshot(tuple(range(40)), metadata={"model": "/where/it/lies/small-model/"})
+    kvsnap.save(made, tmp_path / "a.kvsnap")
+    kvsnap.save(made, tmp_path / "b.kvsnap", codec="q8")
+    kvsnap.save(snapshot((1, 2)), tmp_path / "c.kvsnap")
+    told = {one.name: one for one in listing(tmp_path).files}
+    assert told["a.kvsnap"].model == "small-model synthetic float32 synthetic"
+    assert told["c.kvsnap"].model == "synthetic float32 synthetic"
+    assert (told["a.kvsnap"].encodings, "q8" in told["b.kvsnap"].encodings) == (("exact",), True)
+    with kvsnap.Library(tmp_path / "library") as library, library.open("one") as session:
+        session.append(made)
+    (one,) = listing(tmp_path / "library").files
+    assert one.model.startswith("small-model ")
+    assert one.encodings == ("exact",)
+    out = shown("ls", tmp_path)[1]
+    assert "stored as" in out
+    assert "q8" in out
+
+
 def test_a_listing_is_sorted(place: Path, shown: Shown) -> None:
     (place / "zz.kvsnap").write_bytes((place / "a.kvsnap").read_bytes())
     for n, name in enumerate(sorted(os.listdir(place))):

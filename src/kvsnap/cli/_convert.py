@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 import kvsnap
@@ -13,11 +15,17 @@ from kvsnap.formats import NAMES
 
 __all__ = ["COMMANDS"]
 
+_ENDINGS = {".mlxkv": "mlxkv", ".coli_kv": "colikv", ".safetensors": "safetensors"}
+"""What a name says of the format that is wanted, where no option says it."""
+
 
 @click.command()
 @click.argument("source", callback=named)
 @click.argument("target", callback=no_name)
-@click.option("--format", "format_", metavar="NAME", help=f"Format of TARGET: {', '.join(NAMES)}.  [default: native]")
+@click.option(
+    "--format", "format_", metavar="NAME",
+    help=f"Format of TARGET: {', '.join(NAMES)}.  [default: by the ending of TARGET, else native]",
+)  # fmt: skip
 @click.option(
     "--codec", metavar="NAME", help="How values are stored: exact, q8 (native); float32, q8, native (mlxkv)..."
 )
@@ -30,7 +38,7 @@ __all__ = ["COMMANDS"]
 @key_options(writes=True, changes=True)
 @json_option
 @examples(
-    "kvsnap convert story.kvsnap story.safetensors --format safetensors",
+    "kvsnap convert story.kvsnap story.safetensors",
     "kvsnap convert story.kvsnap story.kv --format mlxkv --codec q8 --allow-loss",
     "kvsnap convert story.kv story.kvsnap",
     "kvsnap convert story.kvsnap locked.kvsnap --encrypt --key-file ~/.kvsnap-key",
@@ -56,6 +64,7 @@ def convert(
     encrypted with --encrypt only, whatever SOURCE is.
     """
     check_target(target, overwrite=overwrite, option="TARGET")
+    format_ = format_ or _ENDINGS.get(os.path.splitext(target)[1])
     keys.check(target=target, option="TARGET", source=source)
     saving = keys.saving()
     with progress(f"converting {source}") as report:

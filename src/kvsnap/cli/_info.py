@@ -286,7 +286,16 @@ def _unknown(s: Summary) -> str:
 
 
 def _when(time_ns: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_ns / 1e9))
+    """Return a time here, with its zone, and how long ago that was."""
+    told = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time_ns / 1e9))
+    return f"{told} ({_age(time.time() - time_ns / 1e9)})"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("year", 365.25 * 86400), ("day", 86400.0), ("hour", 3600.0), ("minute", 60.0)):
+        if seconds >= length:
+            return f"{count(int(seconds // length), unit)} ago"
+    return "just now" if seconds >= 0 else "in the future of this clock"
 
 
 def _encryption(s: Summary) -> str:

@@ -15,7 +15,7 @@ from kvsnap.library import Library
 
 __all__ = ["COMMANDS"]
 
-_SPARE = ("file id", "in all", "made with", "turns", "commits", "created", "format", "used")
+_SPARE = ("file id", "in all", "stored as", "made with", "turns", "commits", "created", "format", "used")
 """What a narrow terminal does without, the first one first."""
 
 
@@ -79,7 +79,8 @@ def _data(found: Listing, more: dict[str, Any]) -> dict[str, Any]:
         return found.to_dict()
     entries = more["entries"]
     sessions = [
-        {**entries.get(one.name, {"name": one.name}), "begins": one.begins, "n_turns": one.n_turns}
+        {**entries.get(one.name, {"name": one.name}), "begins": one.begins, "n_turns": one.n_turns,
+         "model": one.model, "encodings": list(one.encodings)}
         for one in found.files
     ]  # fmt: skip
     return {"path": found.path, "is_library": True, **{k: v for k, v in more.items() if k != "entries"},
@@ -89,7 +90,15 @@ def _data(found: Listing, more: dict[str, Any]) -> dict[str, Any]:
 def _show(found: Listing, more: dict[str, Any], *, is_long: bool) -> None:
     columns = ["name", "begins", "tokens", "turns"]
     columns += ["commits", "created", "format"] if is_long else []
-    columns += ["size", "in all", "used", "made with", *(["file id"] if is_long and found.is_library else []), ""]
+    columns += [
+        "stored as",
+        "size",
+        "in all",
+        "used",
+        "made with",
+        *(["file id"] if is_long and found.is_library else []),
+        "",
+    ]
     made = table(*columns, right=("tokens", "turns", "commits", "size", "in all"))
     for one in found.files:
         nameless = "a removed session" if found.is_library else one.parent
@@ -121,7 +130,11 @@ def _row(one: Listed, *, is_long: bool, nameless: str) -> list[str]:
     row += [f"{one.n_tokens:,}", f"{one.n_turns:,}"] if known else ["", ""]
     if is_long:
         row += [f"{one.n_commits:,}" if known else "", _when(one.created_ns), one.format]
-    row += [size(one.nbytes) if one.nbytes else "", size(one.total_bytes) if one.total_bytes else ""]
+    row += [
+        ", ".join(one.encodings),
+        size(one.nbytes) if one.nbytes else "",
+        size(one.total_bytes) if one.total_bytes else "",
+    ]
     row += [_when(one.used_ns), escape(one.model), ", ".join(notes)]
     return row
 

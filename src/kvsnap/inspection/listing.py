@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
 
+from kvsnap import codecs
 from kvsnap.errors import FormatError, InputError, KvsnapError, MissingError
 from kvsnap.formats.native import NativeFile
 from kvsnap.formats.native.said import Said, unpack_messages
@@ -37,7 +38,8 @@ class Listed:
     for a session, else the kind of the error that reading it ended with; `reason` says more, and the rest is what is
     known all the same. `nbytes` is the length of the file, `total_bytes` that with all files which its history starts
     in. `n_turns` are the turns of its history, `n_commits` all commits of the file. `model` names what it was made
-    with, `begins` are the first words.
+    with: the name that the file keeps of its model, and architecture, dtype and engine. `encodings` are the codecs of
+    its tensors (of a session in a library: of its first spans). `begins` are the first words.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Listed:
     created_ns: int = 0
     used_ns: int = 0
     model: str = ""
+    encodings: tuple[str, ...] = ()
     pinned: bool = False
     parent: str = ""
     parent_names: tuple[str, ...] = ()
@@ -141,29 +144,42 @@ def listing_of(library: Library) -> Listing:
 
 
 def _session(entry: Entry) -> Listed:
-    begins, n_turns = "", 0
+    begins, n_turns, model = "", 0, ""
+    encodings: tuple[str, ...] = ()
     if entry.state == "ok":
         with suppress(KvsnapError):  # damaged since the catalogue was made: the library tells at its next look
-            begins, n_turns = _beginning(entry.path)
+            begins, n_turns, model, encodings = _beginning(entry.path)
     return Listed(
         name=entry.name, path=entry.path, format="native", use="session", state=entry.state, reason=entry.reason,
         begins=begins, n_tokens=entry.n_tokens, n_turns=n_turns, n_commits=entry.n_commits, complete=entry.complete,
         nbytes=entry.own_bytes, total_bytes=entry.nbytes, created_ns=entry.created_ns, used_ns=entry.last_use_ns,
-        model=entry.identity, pinned=entry.pinned, parent=entry.parent, parent_names=entry.parent_names,
-        file_id=entry.file_id,
+        model=" ".join(word for word in (model, entry.identity) if word), encodings=encodings, pinned=entry.pinned,
+        parent=entry.parent, parent_names=entry.parent_names, file_id=entry.file_id,
     )  # fmt: skip
 
 
-def _beginning(path: str) -> tuple[str, int]:
-    """Return the first words of a session, from its first spans, and the number of its turns."""
+def _beginning(path: str) -> tuple[str, int, str, tuple[str, ...]]:
+    """Return of a session its first words, the number of its turns, the name of its model, and codecs.
+
+    From its first spans.
+    """
     with closing(NativeFile.open(path, mapped=False)) as file:
         said, live = Said(), file.live
+        ids: set[int] = set()
         for span in file.spans(live[:_LOOKED_AT]):
             said = said.add(piece_of(span))
+            ids |= {part.codec for part in span.table.parts}
             messages = unpack_messages(said.messages)
             if any(m.get("role") == "user" for m in messages):
                 break
-        return excerpts(said.text, unpack_messages(said.messages))[0], len(live)
+        begins = excerpts(said.text, unpack_messages(said.messages))[0]
+        names = tuple(codecs.codec_of_id(number).name for number in sorted(ids))
+        return begins, len(live), _name_of(file.metadata), names
+
+
+def _name_of(metadata: Mapping[str, str]) -> str:
+    """Return the name that a file keeps of its model; of a path the last part."""
+    return os.path.basename(metadata.get("model", "").rstrip("/"))
 
 
 def _file(path: str, name: str) -> Listed | None:
@@ -194,13 +210,19 @@ def _summarised(s: Summary, name: str) -> Listed:
     error = s.error or {}
     kind = str(error.get("kind", "ok"))
     above = s.fork.above_bytes if s.fork else 0
-    words = [s.identity.architecture or s.architecture, s.identity.cache_dtype or s.dtype, s.identity.engine]
+    words = [
+        _name_of(s.metadata),
+        s.identity.architecture or s.architecture,
+        s.identity.cache_dtype or s.dtype,
+        s.identity.engine,
+    ]
     return Listed(
         name=name, path=s.path or "", format=s.format, use=s.use, state=_STATES.get(kind, kind),
         reason=str(error.get("message", "")), begins=s.begins, n_tokens=s.n_tokens,
         n_turns=s.turns.n_live if s.turns else int(s.n_tokens > 0), n_commits=s.commit, complete=s.complete,
         nbytes=s.file_bytes, total_bytes=s.file_bytes + above, created_ns=s.created_ns, used_ns=s.modified_ns,
-        model=" ".join(word for word in words if word), parent=s.fork.parent if s.fork else "", file_id=s.file_id,
+        model=" ".join(word for word in words if word), encodings=tuple(s.stored),
+        parent=s.fork.parent if s.fork else "", file_id=s.file_id,
     )  # fmt: skip
 
 
