@@ -25,7 +25,7 @@ from kvsnap.inspection.effects import Effect, Quality  # noqa: E402
 from report_pages import draw_only, page_of  # noqa: E402
 from tiny_models import PROMPT, save_tiny  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 Call = Callable[..., tuple[int, str, str]]
 TEXT = "The text behind it is judged, place by place, and then it is over."

@@ -24,7 +24,7 @@ from kvsnap.layout import Snapshot  # noqa: E402
 from latent_models import KNOWN, latent_model  # noqa: E402
 from tiny_models import save_tiny, tiny_llama  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 IDS = [5, 17, 42, 99, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 20, 30, 40, 50, 60, 70]
 

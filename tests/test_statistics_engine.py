@@ -22,7 +22,7 @@ from latent_models import latent_model  # noqa: E402
 from test_statistics import check, head_of  # noqa: E402
 from tiny_models import tiny_llama, tiny_model  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 
 IDS = [1 + i * 7 % 250 for i in range(40)]
 
