@@ -12,7 +12,7 @@ import numpy as np
 
 from kvsnap.errors import ExtraMissingError
 
-__all__ = ["NOTEBOOK_ROWS", "Result", "Table", "plain", "text_of"]
+__all__ = ["NOTEBOOK_ROWS", "Result", "Table", "count", "plain", "size", "text_of"]
 
 NOTEBOOK_ROWS = 200
 """Rows of a table that a notebook is given; the rest is counted."""
@@ -133,6 +133,21 @@ def text_of(value: Cell) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if math.isfinite(value) else str(value)
     return value
+
+
+def size(n_bytes: float) -> str:
+    """Return a number of bytes for people: `78.3 MB` (powers of 1000)."""
+    value = float(n_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(value) < 1000:
+            return f"{value:,.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:,.1f} TB"
+
+
+def count(number: int, what: str) -> str:
+    """Return `1 token`, `2 tokens`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def table_of(title: str, items: Sequence[Any], columns: Sequence[str]) -> Table:

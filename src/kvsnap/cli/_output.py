@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import click
 
 from kvsnap.reports.escaping import visible
+from kvsnap.results import count, size
 
 __all__ = [
     "CheckFailed",
@@ -131,24 +132,9 @@ def _wrapped(line: str) -> str:
     return textwrap.fill(line, max(20, width), break_long_words=False, break_on_hyphens=False)
 
 
-def size(n_bytes: float) -> str:
-    """Return a number of bytes for people: `78.3 MB` (powers of 1000)."""
-    value = float(n_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(value) < 1000:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
-
-
 def seconds(value: float) -> str:
     """Return a time for people: `12 ms`, `3.4 s`."""
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.1f} s"
-
-
-def count(number: int, what: str) -> str:
-    """Return `1 token`, `2 tokens`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()) -> Any:

@@ -7,6 +7,8 @@ import os
 import time
 from collections.abc import Sequence
 
+from kvsnap.results import count, size
+
 __all__ = ["ROLES", "count", "role_name", "share", "shortest_names", "size", "unit_of", "when"]
 
 ROLES = {
@@ -21,27 +23,12 @@ def role_name(role: str) -> str:
     return ROLES.get(role, role.replace("_", " "))
 
 
-def size(n_bytes: float) -> str:
-    """Return a number of bytes for people: `78.3 MB` (powers of 1000)."""
-    value = float(n_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(value) < 1000:
-            return f"{value:,.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:,.1f} TB"
-
-
 def unit_of(n_bytes: float) -> tuple[float, str]:
     """Return a unit that suits so many bytes: how many bytes it has, and its name."""
     for size_, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if n_bytes >= size_:
             return size_, name
     return 1.0, "B"
-
-
-def count(number: int, what: str) -> str:
-    """Return `1 token`, `2 tokens`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def when(time_ns: int) -> str:
