@@ -163,6 +163,7 @@ def test_head_says_what_is_missing() -> None:
 def test_no_page_and_no_table_takes_the_place_of_a_cache(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     for path in ("own.kvsnap", "other.kvsnap"):
         kvsnap.save(snapshot(range(1, 9)), path)
