@@ -30,8 +30,10 @@ LINT := .venvs/lint/bin
 # (Exit code 5 of pytest: PYTEST_ARGS names none of these.)
 ALONE := smollm2 or exhaustive
 SIDE_BY_SIDE := -n auto --dist loadfile
-# As many workers as cores: numpy's threads in each of them would only wait for each other.
+# As many workers as cores: numpy's threads in each of them would only wait for each other, and torch's are not to wait
+# by spinning (which changes no bit).
 test test-core test-transformers test-pages docs: export OPENBLAS_NUM_THREADS ?= 1
+test test-core test-transformers test-pages docs: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types docs bare test-core test-transformers test-pages bench fuzz clean clean-environments

@@ -43,7 +43,8 @@ from kvsnap.layout import Snapshot, Tensor  # noqa: E402
 from test_engine_exactness import one_thread  # noqa: E402
 from tiny_models import tiny_llama  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.newest]
+# The first test of a dtype makes the results of all families, which takes minutes on a busy machine.
+pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.timeout(1800)]
 
 DTYPES = ("float32", "bfloat16")
 REFUSED = {
