@@ -578,7 +578,9 @@ def test_a_class_of_the_same_name_from_elsewhere_is_refused() -> None:
     engine = begun(9)
     found = type(engine.cache.layers[1])
     kind_of(engine.cache.layers[1], 1)
-    fake = type(found.__name__, (found,), {"__module__": "elsewhere"})
+    # `_layer_type`: or the class would register itself, and every model made later in this process would get it.
+    fake = type(found.__name__, (found,), {"__module__": "elsewhere", "_layer_type": None})
+    assert type(begun(9).cache.layers[1]) is found
     with pytest.raises(UnsupportedError, match="layer 1 is a DeepseekV4CSACache, which is not supported"):
         kind_of(fake(engine.model.config), 1)
 
