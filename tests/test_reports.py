@@ -20,6 +20,7 @@ from synthetic import DATA, snapshot
 pytest.importorskip("matplotlib")
 
 import kvsnap
+from kvsnap import reporting
 from kvsnap.errors import FormatError, InputError, MissingError
 from kvsnap.reports.escaping import data, escaped, slug, visible
 from kvsnap.session import Session
@@ -264,6 +265,41 @@ def test_pictures_are_written_without_a_page() -> None:
         kvsnap.report_answer(grown)
     with pytest.raises(InputError, match="this is a file"):
         kvsnap.report_answer(grown, figures="s.kvsnap")
+
+
+def test_pictures_that_are_there_are_replaced_only_when_that_is_allowed() -> None:
+    kvsnap.save(snapshot(range(1, 9), layers=2), "s.kvsnap")
+    grown = kvsnap.growth("s.kvsnap")
+    Path("pictures").mkdir()
+    Path("pictures/growth.png").write_bytes(b"mine")
+    with pytest.raises(InputError, match="there is a picture of this name"):
+        kvsnap.report_answer(grown, "r.html", figures="pictures")
+    assert Path("pictures/growth.png").read_bytes() == b"mine"
+    assert not Path("r.html").exists()  # refused before anything is written
+    kvsnap.report_answer(grown, figures="pictures", overwrite=True)
+    assert Path("pictures/growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_comparison_is_of_the_commits_that_the_page_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch)
+    for name in ("a.kvsnap", "b.kvsnap"):
+        with kvsnap.Session.open(name) as session:
+            session.append(snapshot(range(1, 9)))
+    compared: list[int] = []
+    whole = reporting.diff
+
+    def written_meanwhile(a: Any, b: Any, **options: Any) -> Any:
+        with kvsnap.Session.open(b) as session:
+            session.append(snapshot(range(1, 12), start=8))
+        found = whole(a, b, **options)
+        compared.append(found.b.n_tokens)
+        return found
+
+    monkeypatch.setattr(reporting, "diff", written_meanwhile)
+    made = kvsnap.report(["a.kvsnap", "b.kvsnap"], "r.html")
+    assert not made.problems
+    assert compared == [8]
+    assert kvsnap.inspect("b.kvsnap").n_tokens == 11
 
 
 def test_each_file_has_its_own_decoder(monkeypatch: pytest.MonkeyPatch) -> None:

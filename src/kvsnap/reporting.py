@@ -142,9 +142,9 @@ def report(
     For each file: what it is, sizes, turns, growth, statistics by layer, head, channel and place, text. Of several
     files each is compared with the first, too. `names` are what the page calls them (default: the names of the files).
     `sample` looks at so many rows only. With `text=False` neither text nor token ids are in the page. `figures` is a
-    directory that gets each picture as `figure_format`. `detokenize` turns ids into the text of single tokens, or is
-    a mapping of paths to such functions; without one ids are shown. `key` opens encrypted files, or is a function of a
-    path that returns a key or None.
+    directory that gets each picture as `figure_format`; those there are replaced with `overwrite` only. `detokenize`
+    turns ids into the text of single tokens, or is a mapping of paths to such functions; without one ids are shown.
+    `key` opens encrypted files, or is a function of a path that returns a key or None.
 
     A file whose tensors are damaged is reported as far as it can be read, and `problems` says so. Raise
     `ExtraMissingError` without matplotlib, `InputError` for no file or one of the name `out`, `MissingError`,
@@ -175,7 +175,7 @@ def report(
     n_tokens = sum(t.summary.n_tokens for t in told)
     lead = f"{count(n_tokens, 'token')} in {count(len(told), 'file')}, kvsnap {__version__}"
     page = Page(head, lead, tuple(groups), foot="", notes=(text_note(with_text=text),))
-    return _written(page, out, figures, figure_format, problems, steps)
+    return _written(page, out, figures, figure_format, problems, steps, overwrite=overwrite)
 
 
 def report_library(
@@ -201,7 +201,7 @@ def report_library(
     else:
         with Library(library, readonly=True) as opened:
             page = page_of_library(opened, head)
-    return _written(page, out, figures, figure_format, [], steps)
+    return _written(page, out, figures, figure_format, [], steps, overwrite=overwrite)
 
 
 def report_answer(
@@ -224,7 +224,7 @@ def report_answer(
         raise InputError("name a page to write, or a directory for the pictures")
     _check(out, figures, figure_format, overwrite=overwrite)
     page = page_of_answer(found, f"kvsnap {__version__}", title=title, with_text=text)
-    return _written(page, out, figures, figure_format, [], _Steps(1, progress))
+    return _written(page, out, figures, figure_format, [], _Steps(1, progress), overwrite=overwrite)
 
 
 def _check(out: Path | None, figures: Path | None, figure_format: str, *, overwrite: bool) -> None:
@@ -314,10 +314,16 @@ def _overview(told: Sequence[_Told]) -> list[Group]:
     return [Group("All files", (*cards, *([side] if side is not None else [])))]
 
 
+def _commit_of(summary: Summary) -> int | None:
+    """Return the commit that a page tells of, which need not be the last one by now; None: the file has no others."""
+    return summary.commit if summary.format == NAME and not summary.sealed else None
+
+
 def _compared(a: _Told, b: _Told, options: _Options, steps: _Steps) -> tuple[list[Card], str]:
     try:
         found = diff(
             a.path, b.path, key_a=options.key_of(a.path), key_b=options.key_of(b.path),
+            commit_a=_commit_of(a.summary), commit_b=_commit_of(b.summary),
             detokenize=options.decoder_of(a.path, b.path), progress=steps.within,
         )  # fmt: skip
     except ExtraMissingError:
@@ -328,18 +334,24 @@ def _compared(a: _Told, b: _Told, options: _Options, steps: _Steps) -> tuple[lis
 
 
 def _written(
-    page: Page, out: Path | None, directory: Path | None, figure_format: str, problems: Sequence[str], steps: _Steps
+    page: Page,
+    out: Path | None,
+    directory: Path | None,
+    figure_format: str,
+    problems: Sequence[str],
+    steps: _Steps,
+    *,
+    overwrite: bool,
 ) -> ReportFile:
-    nbytes = 0 if out is None else write_whole(out, html_of(page, steps.within).encode("utf-8"))
     figures = list(figures_of(page))
-    made = []
-    taken: set[str] = set()
-    for number, figure in enumerate(figures, 1):
-        name = slug(figure.name)
-        name = name if name not in taken else f"{name}-{number}"
-        taken.add(name)
-        path = "" if directory is None else _draw(figure, os.path.join(directory, f"{name}.{figure_format}"))
-        made.append(FigureFile(name, figure.picture.title, path))
+    made = _places(figures, directory, figure_format)
+    there = [one.path for one in made if one.path and os.path.lexists(one.path)]
+    if there and not overwrite:
+        raise InputError("there is a picture of this name: use another directory, or allow to overwrite", path=there[0])
+    nbytes = 0 if out is None else write_whole(out, html_of(page, steps.within).encode("utf-8"))
+    for number, (figure, one) in enumerate(zip(figures, made, strict=True), 1):
+        if one.path:
+            _draw(figure, one.path)
         if out is None:
             steps.within(number, len(figures))
     steps.next()
@@ -352,8 +364,18 @@ def _written(
     )
 
 
-def _draw(figure: Figure, path: str) -> str:
+def _places(figures: Sequence[Figure], directory: Path | None, figure_format: str) -> list[FigureFile]:
+    """Name each picture, no two the same, and say where it goes; nowhere without a directory."""
+    made: list[FigureFile] = []
+    for number, figure in enumerate(figures, 1):
+        name = slug(figure.name)
+        name = name if name not in {one.name for one in made} else f"{name}-{number}"
+        path = "" if directory is None else os.path.join(directory, f"{name}.{figure_format}")
+        made.append(FigureFile(name, figure.picture.title, path))
+    return made
+
+
+def _draw(figure: Figure, path: str) -> None:
     if not os.path.isdir(os.path.dirname(path)):
         make_directory(os.path.dirname(path))
     write_whole(path, svg_file(figure.picture) if path.endswith(".svg") else png(figure.picture), sync=False)
-    return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -64,7 +65,7 @@ class Table:
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
 
 
-class Result:
+class Result(ABC):
     """Base of the frozen dataclasses that inspections return.
 
     A subclass says what it is in `tables`; data, data frames and notebooks follow from that and from its fields.
@@ -72,9 +73,9 @@ class Result:
 
     __slots__ = ()
 
+    @abstractmethod
     def tables(self) -> tuple[Table, ...]:
         """Return what it says as tables, the main one first; never empty."""
-        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready data: every field by its name."""
