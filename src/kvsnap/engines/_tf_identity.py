@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import xxhash
 
+from kvsnap.collecting import uncollected
 from kvsnap.engines._tf_adapters import Adapters
 from kvsnap.engines._tf_known import Known
 from kvsnap.engines._tf_model import Model
@@ -236,30 +235,13 @@ def digest_of_rust(text: str) -> str:
     raw = _digest(text.encode())
     if raw not in _canonical:
         # Padding and truncation are left over from the last call, not part of what the tokenizer is.
-        with _uncollected():
+        with uncollected():
             table = {k: v for k, v in json.loads(text).items() if k not in _TOKENIZER_STATE}
             if len(_canonical) > 64:
                 _canonical.clear()
             _canonical[raw] = _digest(_json(table).encode())
             del table
     return _canonical[raw]
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Leave the garbage collector out of a block that makes very many objects and no cycles.
-
-    A tokenizer is a JSON text of some 100,000 values. While they are made, the collector walks over all that torch and
-    transformers have imported, several times: 0.2 of 0.35 s for the 1.5 MB of SmolLM2.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _slow_tokenizer(tokenizer: Any) -> list[Any]:

@@ -7,13 +7,12 @@ plain text: nothing in it is read as markup or as a formula.
 
 from __future__ import annotations
 
-import gc
 import io
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvsnap.collecting import uncollected
 from kvsnap.errors import ExtraMissingError
 from kvsnap.plots.colours import FAINT, INK, ON_WHITE, SAME
 from kvsnap.plots.curves import draw_histograms, draw_lines, height_of_histograms
@@ -121,7 +120,7 @@ def _draw(picture: Picture, colours: Mapping[str, str], write: Callable[[Any], N
         "svg.fonttype": "none", "svg.hashsalt": "kvsnap", "font.family": "sans-serif", "font.size": 9.5,
         "hatch.linewidth": 0.7, "image.composite_image": False, "axes.unicode_minus": True,
     }  # fmt: skip
-    with mpl.rc_context(settings), _uncollected():
+    with mpl.rc_context(settings), uncollected():
         top = _TITLE if titled else 0.0
         figure = Figure(figsize=(WIDTH, _height(picture) + top))
         hover = _DRAWERS[type(picture)](picture, Sheet(figure, colours, top))
@@ -132,22 +131,6 @@ def _draw(picture: Picture, colours: Mapping[str, str], write: Callable[[Any], N
                         fontweight="bold", fontsize=11.5, parse_math=False)  # fmt: skip
         write(figure)
         return hover()
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Leave the garbage collector out while a picture is drawn: it would only look at ticks and texts that live on.
-
-    A page takes a sixth less time so.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _ink(axes: Any, colours: Mapping[str, str]) -> None:
