@@ -129,4 +129,4 @@ clean-environments:  ## the environments that this file made
 	@$(ENVIRONMENT) core-$* "$(PYTHON)" '-e .[crypto,server,test]'
 
 .venvs/transformers-%/.stamp: $(STAMP_NEEDS)
-	@$(ENVIRONMENT) transformers-$* "$(PYTHON)" torch smollm2 'transformers==$* -e .[transformers,adapters,crypto,server,test]'
+	@$(ENVIRONMENT) transformers-$* "$(PYTHON)" torch smollm2 'transformers==$* -e .[transformers,adapters,plots,crypto,server,test]'
