@@ -26,9 +26,9 @@ STAMP_NEEDS := pyproject.toml Makefile constraints.txt scripts/environment.sh
 ENVIRONMENT := TORCH='$(TORCH)' SMOLLM2='$(SMOLLM2)' sh scripts/environment.sh
 RUN := .venvs/run/bin
 LINT := .venvs/lint/bin
-# What can run side by side, and what has a process for itself: the real model, and tests that fork, kill and fill disks.
+# What can run side by side, and what has the machine for itself: the real model, and tests that fork, kill and fill disks.
 # (Exit code 5 of pytest: PYTEST_ARGS names none of these.)
-ALONE := smollm2 or exhaustive
+ALONE := smollm2 or alone
 SIDE_BY_SIDE := -n auto --dist loadfile
 # As many workers as cores: numpy's threads in each of them would only wait for each other, and torch's are not to wait
 # by spinning (which changes no bit).
@@ -62,7 +62,7 @@ types: .venvs/lint/.stamp  ## mypy, strict, over src
 
 docs: .venvs/run/.stamp  ## code blocks and links of README.md and docs/
 	@echo "docs: code blocks and links"
-	@$(RUN)/python -m pytest -q tests/test_docs.py $(PYTEST_ARGS)
+	@$(RUN)/python -m pytest -q -n auto tests/test_docs.py $(PYTEST_ARGS)
 
 bare: .venvs/bare/.stamp  ## the built wheel with core dependencies only: no torch
 	@echo "bare: build the wheel, install it alone, use it"
@@ -77,7 +77,7 @@ test-core:  ## core tests (no torch) on each Python found of CORE_VERSIONS
 		if [ -z "$$p" ]; then echo "test-core: Python $$v not found, left out"; continue; fi; \
 		$(MAKE) --no-print-directory ".venvs/core-$$v/.stamp" PYTHON="$$p" || exit 1; \
 		echo "test-core: Python $$v"; \
-		".venvs/core-$$v/bin/python" -m pytest -q $(SIDE_BY_SIDE) -m "not (engine or $(ALONE))" $(PYTEST_ARGS) || exit 1; found=$$((found + 1)); \
+		".venvs/core-$$v/bin/python" -m pytest -q $(SIDE_BY_SIDE) -m "not (engine or exhaustive or $(ALONE))" $(PYTEST_ARGS) || exit 1; found=$$((found + 1)); \
 	done; \
 	if [ $$found -eq 0 ]; then echo "test-core: no Python of $(CORE_VERSIONS) found" >&2; exit 1; fi; \
 	echo "test-core: $$found Python versions passed"

@@ -28,6 +28,7 @@ from tiny_models import PROMPT
 
 __all__ = [
     "AFTER",
+    "FEW",
     "POINTS",
     "Case",
     "Course",
@@ -74,6 +75,9 @@ POINTS = {
 }
 """The lengths, with a window of eight: one row, below it, at it, one beyond, far beyond, and grown into it."""
 
+FEW = ("5", "40")
+"""Those of other attentions and dtypes than the first: the kinds of layers and the lengths are the same."""
+
 TURNS = (Point(5, 3), Point(7, 2), Point(1, 1), Point(20, 3))
 """The turns of a session, each written when it has ended."""
 
@@ -111,9 +115,9 @@ class Result(NamedTuple):
 
 
 def points_of(case: Case) -> dict[str, Point]:
-    """Return the points at which a case is saved: all, with another attention than the default two of them."""
-    few = case.attention != attentions(case.family)[0]
-    return {name: point for name, point in POINTS.items() if not few or name in ("5", "40")}
+    """Return the points at which a case is saved: all; with another attention or dtype than the first, two of them."""
+    few = case.attention != attentions(case.family)[0] or case.dtype != "float32"
+    return {name: point for name, point in POINTS.items() if not few or name in FEW}
 
 
 def engine_of(case: Case) -> TransformersEngine:

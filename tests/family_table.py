@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from family_runs import AFTER, POINTS, Case, Result, fault_in
+from family_runs import AFTER, FEW, POINTS, Case, Result, fault_in
 
 __all__ = ["DATA", "DOCUMENT", "entries", "read", "render", "write"]
 
@@ -23,7 +23,8 @@ Which models of transformers are saved and resumed, and what is kept of each. Th
 `scripts/families.py` from what `tests/test_families.py` finds, with a tiny random model of every family that holds
 every kind of layer it has.
 
-**Exact** means: saved to a file at {points}, and after each turn of a session;
+**Exact** means: saved to a file at {points} (in bfloat16, and with another attention
+than the first that is named, at {few}), and after each turn of a session;
 resumed in a new process; there the next {after} tokens have the same ids, and every bit of all their logits is the same
 as in the run that was never interrupted. The forward passes are counted: one for each token, none for what was saved.
 So it is for a turn evaluated behind what was restored. Damaged values (a row zeroed, rows shifted, a window that starts
@@ -68,8 +69,9 @@ def _order(release: str) -> tuple[int, ...]:
 def render(table: Mapping[str, Entries]) -> str:
     """Return the document."""
     points = ", ".join(map(str, sorted({p.prompt + p.steps for p in POINTS.values()})))
+    few = " and ".join(str(POINTS[name].prompt + POINTS[name].steps) for name in FEW)
     names = list(dict.fromkeys(name for found in table.values() for name in found))
-    lines = [_HEAD.format(points=f"{points} tokens", after=AFTER)]
+    lines = [_HEAD.format(points=f"{points} tokens", few=few, after=AFTER)]
     lines += [
         f"Run with transformers {', '.join(table)}. A family that is not in all of them is not in all releases.",
         "",

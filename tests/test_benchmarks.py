@@ -32,7 +32,7 @@ def ran(name: str, directory: Path, *options: str) -> str:
 
 
 def marked(name: str) -> Any:
-    return pytest.param(name, marks=[pytest.mark.engine] if name in ENGINE else [])
+    return pytest.param(name, marks=[pytest.mark.engine, pytest.mark.newest] if name in ENGINE else [])
 
 
 SCRIPTS = sorted(p.name for p in BENCHMARKS.glob("*.py") if p.name not in LIBRARY | OLDER)

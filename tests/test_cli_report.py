@@ -162,6 +162,7 @@ def tokens() -> list[str]:
     return [(row["lead"] + mark[4]).split(", ", 1)[1].rsplit(": ", 1)[0] for row in rows for mark in row["marks"]]
 
 
+@pytest.mark.newest
 @pytest.mark.engine
 def test_tokens_are_shown_as_the_model_of_the_file_writes_them(
     named: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

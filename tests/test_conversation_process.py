@@ -75,6 +75,7 @@ def test_a_row_that_was_zeroed_shows(tmp_path: Path, whole: list[dict[str, Any]]
     assert run(other, {"say": SAID[1], "max_tokens": 24})[1] != whole[1]
 
 
+@pytest.mark.newest
 def test_a_killed_conversation_loses_no_more_than_was_not_published(
     tmp_path: Path, whole: list[dict[str, Any]]
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_killed_conversation_loses_no_more_than_was_not_published(
         assert turn["cache"] == whole[1]["cache"]
 
 
+@pytest.mark.newest
 def test_killed_before_anything_was_published_nothing_is_lost(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
     path = tmp_path / "s.kvsnap"
     run(path, {"say": SAID[0], "max_tokens": 24})

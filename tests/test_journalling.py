@@ -68,6 +68,7 @@ def killed_after(n_tokens: int, path: Path, *more: str) -> list[int]:
     return handed
 
 
+@pytest.mark.newest
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 here")
 def test_a_killed_run_loses_less_than_every_tokens_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     path = tmp_path / "run.kvsnap"
@@ -97,6 +98,7 @@ def test_a_killed_run_loses_less_than_every_tokens_and_goes_on_bit_for_bit(tmp_p
     assert kvsnap.verify(path).ok
 
 
+@pytest.mark.newest
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 here")
 def test_without_the_random_state_another_text_would_come(tmp_path: Path) -> None:
     path = tmp_path / "run.kvsnap"

