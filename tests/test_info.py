@@ -291,6 +291,21 @@ def test_a_cut_span_counts_the_rows_that_stay(tmp_path: Path) -> None:
     assert [x.stored for x in cut.layers] == [x.stored for x in whole.layers]  # the bytes are there all the same
 
 
+@pytest.mark.parametrize("ends", [(6, 19), (6, 9, 12), (4, 20, 22, 40)])
+def test_rows_of_a_window_before_a_gap_are_stored_and_not_decoded(ends: tuple[int, ...], tmp_path: Path) -> None:
+    path = tmp_path / "a.kvsnap"
+    with Session.open(path) as session:
+        for start, stop in zip((0, *ends[:-1]), ends, strict=True):
+            session.append(snapshot_of_kinds(range(1, stop + 1), ["window8", "grow+window8"], start=start))
+    found, loaded = kvsnap.inspect(path), kvsnap.load(path)
+    assert [x.decoded for x in found.layers] == [sum(t.nbytes for t in x.tensors) for x in loaded.layers]
+    assert found.tensor_bytes == loaded.nbytes == sum(s.decoded for s in found.stored.values())
+    handed_over = sum(min(stop - start, 7) for start, stop in zip((0, *ends[:-1]), ends, strict=True))
+    row = loaded.layers[0].tensors[0].spec.nbytes(1)
+    assert found.layers[0].stored == 2 * handed_over * row
+    assert (found.layers[0].stored > found.layers[0].decoded) == (len(ends) != 3)
+
+
 # -- turns, forks, damage ------------------------------------------------------------------------------------------
 
 
