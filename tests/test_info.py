@@ -70,6 +70,13 @@ def timeless(summary: Summary) -> dict[str, Any]:
 # -- golden files --------------------------------------------------------------------------------------------------
 
 
+def stored_in_golden(tensor: dict[str, Any]) -> int:
+    """Return the bytes that the values of a stored tensor take: codes and their scale, raw bytes, or float32."""
+    if tensor["selector"] == 1:
+        return 4 + int(tensor["n"])
+    return len(tensor["raw_hex"]) // 2 if tensor["selector"] == 2 else 4 * int(tensor["n"])
+
+
 @pytest.mark.parametrize("entry", [e for e in MLXKV if e["expect"] == "load"], ids=lambda e: e["name"])
 def test_info_and_cat_of_a_golden_mlxkv_file(entry: dict[str, Any], shown: Shown) -> None:
     path = DATA / "mlxkv" / entry["file"]
@@ -82,12 +89,14 @@ def test_info_and_cat_of_a_golden_mlxkv_file(entry: dict[str, Any], shown: Shown
     )  # fmt: skip
     assert found.tensor_bytes == snapshot.nbytes == sum(p.decoded for p in found.parts)
     assert found.file_bytes == entry["size"]
-    values = 0
+    expected: Counter[str] = Counter()
     for layer in content["layers"]:
-        heads = [t for h in layer["heads"] for t in (h["key"], h["value"])]
-        values += sum(t["n"] for t in [layer["key_slab"], layer["value_slab"], *heads] if t)
-    assert 0 <= sum(p.stored for p in found.parts) <= entry["size"]
-    assert bool(values) or not [p for p in found.parts if p.layer >= 0]
+        for role, word in (("k", "key"), ("v", "value")):
+            slab = layer[f"{word}_slab"]
+            is_rows = slab and slab["n"] and slab["selector"] == 2
+            held = [slab] if is_rows else [head[word] for head in layer["heads"]]
+            expected[role] += sum(map(stored_in_golden, held))
+    assert {role: sum(p.stored for p in found.parts if p.role == role) for role in expected} == expected
     data = json_of(shown, "cat", path, "--tokens")
     assert [i for r in data["runs"] for i in r["tokens"]] == list(snapshot.tokens)
 
@@ -281,6 +290,21 @@ def test_a_cut_span_counts_the_rows_that_stay(tmp_path: Path) -> None:
     assert cut.tensor_bytes == kvsnap.load(path).nbytes
     assert [x.decoded for x in cut.layers] == [x.decoded * 7 // 10 for x in whole.layers]
     assert [x.stored for x in cut.layers] == [x.stored for x in whole.layers]  # the bytes are there all the same
+
+
+@pytest.mark.parametrize("ends", [(6, 19), (6, 9, 12), (4, 20, 22, 40)])
+def test_rows_of_a_window_before_a_gap_are_stored_and_not_decoded(ends: tuple[int, ...], tmp_path: Path) -> None:
+    path = tmp_path / "a.kvsnap"
+    with Session.open(path) as session:
+        for start, stop in zip((0, *ends[:-1]), ends, strict=True):
+            session.append(snapshot_of_kinds(range(1, stop + 1), ["window8", "grow+window8"], start=start))
+    found, loaded = kvsnap.inspect(path), kvsnap.load(path)
+    assert [x.decoded for x in found.layers] == [sum(t.nbytes for t in x.tensors) for x in loaded.layers]
+    assert found.tensor_bytes == loaded.nbytes == sum(s.decoded for s in found.stored.values())
+    handed_over = sum(min(stop - start, 7) for start, stop in zip((0, *ends[:-1]), ends, strict=True))
+    row = loaded.layers[0].tensors[0].spec.nbytes(1)
+    assert found.layers[0].stored == 2 * handed_over * row
+    assert (found.layers[0].stored > found.layers[0].decoded) == (len(ends) != 3)
 
 
 # -- turns, forks, damage ------------------------------------------------------------------------------------------

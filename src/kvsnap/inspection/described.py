@@ -49,7 +49,8 @@ class LayerSummary:
     0 for none; `tokens_per_row` the positions that one row stands for. `shares` is the layer whose cache this one uses.
     `quantisation` is the text that says how rows are kept as codes, empty where they are not. `bytes_per_token` counts
     what grows with each token, `state_bytes` what does not (recurrent states, an encoder's rows), both decoded.
-    `stored` and `decoded` are the bytes of its parts.
+    `stored` and `decoded` are the bytes of its parts. Rows that were cut away inside a part, and those of a window
+    before a gap, are stored and count for nothing decoded.
     """
 
     index: int
