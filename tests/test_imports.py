@@ -188,8 +188,9 @@ def import_graph(trees: dict[str, ast.Module], packages: set[str]) -> dict[str, 
     graph: dict[str, set[str]] = {}
     for module, tree in trees.items():
         wanted: set[str] = set()
-        for node, late, _ in scoped_imports(tree):  # what only annotations need ties modules together as well
-            if not late:
+        for node, late, typing in scoped_imports(tree):
+            # What only annotations need ties modules together as well; the names of the whole package are loaded late.
+            if not late and not (typing and module == "kvsnap"):
                 wanted |= set(imported_modules(node, module, module in packages, known))
         graph[module] = wanted & known - {module}
     return graph
