@@ -9,7 +9,7 @@ from pathlib import Path
 
 import common
 import numpy as np
-from common import Figure, Work, interleave, rate, ratio
+from common import Figure, Work, interleave, processor, rate, ratio
 
 import kvsnap
 
@@ -51,8 +51,11 @@ def times(directory: Path, nbytes: int, rounds: int) -> list[Figure]:
             },
             rounds,
         )
+        cpu = {"diff": processor(lambda p=(a, b): kvsnap.diff(*p))}  # type: ignore[misc]
+        cpu["similar"] = processor(lambda p=(a, b): kvsnap.diff(*p, similar=True))  # type: ignore[misc]
         for name, told in (("diff", what), ("similar", f"{what}, with similarity")):
-            note = f"{rate(2 * nbytes, taken[name])} of both; reading both {rate(2 * nbytes, taken['read'])}"
+            note = f"{rate(2 * nbytes, taken[name])} of both, {cpu[name]:.2f} s of processors; "
+            note += f"reading both {rate(2 * nbytes, taken['read'])}"
             value = f"{1 / ratio(taken['read'], taken[name]):.1f} x"
             out.append(Figure(f"diff of {told}, in times that of reading both", value, note))
     return out

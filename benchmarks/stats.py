@@ -10,13 +10,12 @@ import argparse
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import common
 import numpy as np
-from common import Figure, Work, interleave, rate, ratio, reads_of
+from common import Figure, Work, interleave, processor, rate, ratio, reads_of
 
 import kvsnap
 from kvsnap.layout import Snapshot, numpy_dtype
@@ -65,13 +64,6 @@ def check(path: Path) -> None:
     assert found.effective_rank is not None
     assert np.isclose(found.effective_rank, np.exp(-(shares * np.log(shares)).sum()))
     assert np.isclose(found.mean_norm or 0, np.linalg.norm(wide, axis=1).mean())
-
-
-def processor(run: Callable[[], object]) -> float:
-    """Return the seconds that processors worked for it: on a busy machine they say more than a clock."""
-    before = time.process_time()
-    run()
-    return time.process_time() - before
 
 
 def anonymous() -> int:

@@ -616,6 +616,16 @@ def test_log_lists_turns_and_marks_the_one_cut_off(kv: Call, session: Path) -> N
     assert kv("log", session).out.count("cut off") == 1
 
 
+def test_log_calls_the_empty_beginning_created_and_a_reset_a_reset(kv: Call, session: Path) -> None:
+    with Session.open(session) as opened:
+        opened.reset()
+    lines = [line.split() for line in kv("log", session).out.splitlines() if line.strip()[:1].isdigit()]
+    assert [(line[0], line[3], "complete" in line) for line in lines] == [
+        ("1", "created", False), ("2", "append", True), ("3", "append", False), ("4", "reset", True),
+    ]  # fmt: skip
+    assert "-6" in lines[-1]
+
+
 def test_log_tells_why_a_turn_stopped(kv: Call, tmp_path: Path) -> None:
     path = tmp_path / "s.kvsnap"
     with Session.open(path) as opened:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 from unittest import mock
 
@@ -69,6 +70,13 @@ def timeless(summary: Summary) -> dict[str, Any]:
 # -- golden files --------------------------------------------------------------------------------------------------
 
 
+def stored_in_golden(tensor: dict[str, Any]) -> int:
+    """Return the bytes that the values of a stored tensor take: codes and their scale, raw bytes, or float32."""
+    if tensor["selector"] == 1:
+        return 4 + int(tensor["n"])
+    return len(tensor["raw_hex"]) // 2 if tensor["selector"] == 2 else 4 * int(tensor["n"])
+
+
 @pytest.mark.parametrize("entry", [e for e in MLXKV if e["expect"] == "load"], ids=lambda e: e["name"])
 def test_info_and_cat_of_a_golden_mlxkv_file(entry: dict[str, Any], shown: Shown) -> None:
     path = DATA / "mlxkv" / entry["file"]
@@ -81,12 +89,14 @@ def test_info_and_cat_of_a_golden_mlxkv_file(entry: dict[str, Any], shown: Shown
     )  # fmt: skip
     assert found.tensor_bytes == snapshot.nbytes == sum(p.decoded for p in found.parts)
     assert found.file_bytes == entry["size"]
-    values = 0
+    expected: Counter[str] = Counter()
     for layer in content["layers"]:
-        heads = [t for h in layer["heads"] for t in (h["key"], h["value"])]
-        values += sum(t["n"] for t in [layer["key_slab"], layer["value_slab"], *heads] if t)
-    assert 0 <= sum(p.stored for p in found.parts) <= entry["size"]
-    assert bool(values) or not [p for p in found.parts if p.layer >= 0]
+        for role, word in (("k", "key"), ("v", "value")):
+            slab = layer[f"{word}_slab"]
+            is_rows = slab and slab["n"] and slab["selector"] == 2
+            held = [slab] if is_rows else [head[word] for head in layer["heads"]]
+            expected[role] += sum(map(stored_in_golden, held))
+    assert {role: sum(p.stored for p in found.parts if p.role == role) for role in expected} == expected
     data = json_of(shown, "cat", path, "--tokens")
     assert [i for r in data["runs"] for i in r["tokens"]] == list(snapshot.tokens)
 
@@ -125,7 +135,7 @@ def test_info_of_a_golden_kvsnap_file_agrees_with_its_snapshot(path: Path) -> No
     with closing(NativeFile.open(path, key=key)) as file:
         assert found.n_spans == len(file.live)
     assert found.turns is not None
-    assert found.turns.n_live == found.n_spans
+    assert found.turns.n_live + found.turns.n_on_the_way == found.n_spans
 
 
 def test_the_coli_kv_files_that_are_refused_are_refused_by_info(shown: Shown) -> None:
@@ -282,6 +292,21 @@ def test_a_cut_span_counts_the_rows_that_stay(tmp_path: Path) -> None:
     assert [x.stored for x in cut.layers] == [x.stored for x in whole.layers]  # the bytes are there all the same
 
 
+@pytest.mark.parametrize("ends", [(6, 19), (6, 9, 12), (4, 20, 22, 40)])
+def test_rows_of_a_window_before_a_gap_are_stored_and_not_decoded(ends: tuple[int, ...], tmp_path: Path) -> None:
+    path = tmp_path / "a.kvsnap"
+    with Session.open(path) as session:
+        for start, stop in zip((0, *ends[:-1]), ends, strict=True):
+            session.append(snapshot_of_kinds(range(1, stop + 1), ["window8", "grow+window8"], start=start))
+    found, loaded = kvsnap.inspect(path), kvsnap.load(path)
+    assert [x.decoded for x in found.layers] == [sum(t.nbytes for t in x.tensors) for x in loaded.layers]
+    assert found.tensor_bytes == loaded.nbytes == sum(s.decoded for s in found.stored.values())
+    handed_over = sum(min(stop - start, 7) for start, stop in zip((0, *ends[:-1]), ends, strict=True))
+    row = loaded.layers[0].tensors[0].spec.nbytes(1)
+    assert found.layers[0].stored == 2 * handed_over * row
+    assert (found.layers[0].stored > found.layers[0].decoded) == (len(ends) != 3)
+
+
 # -- turns, forks, damage ------------------------------------------------------------------------------------------
 
 
@@ -310,14 +335,16 @@ def test_turns_are_counted_by_what_became_of_them(tmp_path: Path, shown: Shown) 
     assert (turns.n_live, turns.n_dropped) == (0, 7)
 
 
+def publish(session: Session, *runs: tuple[str, int], stop: str) -> None:
+    """Append up to the end of these runs, with a letter of text for each token."""
+    made = tuple(Run(kind, n) for kind, n in runs)  # type: ignore[arg-type]
+    n = sum(run.count for run in made)
+    taken = snapshot(tuple(range(n)), metadata={"stop": stop}, text=ascii_lowercase[:n])
+    session.append(replace(taken, runs=made), complete=stop != "unfinished")
+
+
 def test_parts_published_on_the_way_are_not_cut_off(tmp_path: Path, shown: Shown) -> None:
     path = tmp_path / "a.kvsnap"
-
-    def publish(session: Session, *runs: tuple[str, int], stop: str) -> None:
-        made = tuple(Run(kind, n) for kind, n in runs)  # type: ignore[arg-type]
-        taken = snapshot(tuple(range(sum(run.count for run in made))), metadata={"stop": stop})
-        session.append(replace(taken, runs=made), complete=stop != "unfinished")
-
     with Session.open(path) as session:
         publish(session, ("prompt", 4), stop="unfinished")
         publish(session, ("prompt", 4), ("generated", 2), stop="unfinished")
@@ -325,18 +352,57 @@ def test_parts_published_on_the_way_are_not_cut_off(tmp_path: Path, shown: Shown
         publish(session, ("prompt", 4), ("generated", 5), ("prompt", 3), stop="unfinished")  # and was left so
     turns = kvsnap.inspect(path).turns
     assert turns is not None
-    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (4, 1, 2, 1)
-    assert "4 (1 complete, 1 cut off, 2 parts published on the way); last one" in shown("info", path)[1]
+    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (2, 1, 2, 1)
+    assert "2 (1 complete, 1 cut off) and 2 parts published on the way; last one" in shown("info", path)[1]
     with Session.open(path) as session:  # a new turn follows: what was left stays cut off
         publish(session, ("prompt", 4), ("generated", 5), ("prompt", 5), ("generated", 1), stop="end")
     turns = kvsnap.inspect(path).turns
     assert turns is not None
-    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (5, 2, 2, 1)
+    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (3, 2, 2, 1)
     with Session.open(path) as session:  # the end of the first turn is cut away, its parts are all there is of it
         session.truncate(6)
     turns = kvsnap.inspect(path).turns
     assert turns is not None
-    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (2, 0, 1, 1)
+    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (1, 0, 1, 1)
+
+
+def test_parts_published_on_the_way_are_no_turns_in_cat_and_ls(tmp_path: Path, shown: Shown) -> None:
+    with kvsnap.Library(tmp_path / "library") as library:
+        with library.open("chat") as session:
+            publish(session, ("prompt", 4), stop="unfinished")
+            publish(session, ("prompt", 4), ("generated", 2), stop="unfinished")
+            publish(session, ("prompt", 4), ("generated", 5), stop="end")
+            publish(session, ("prompt", 4), ("generated", 5), ("prompt", 3), stop="unfinished")  # and was left so
+        library.fork("chat", "fork")
+        with library.open("fork") as session:
+            publish(session, ("prompt", 4), ("generated", 5), ("prompt", 4), stop="unfinished")
+            publish(session, ("prompt", 4), ("generated", 5), ("prompt", 4), ("generated", 1), stop="end")
+        path = library.session_path("chat")
+    there = ("--library", tmp_path / "library")
+    turns = json_of(shown, *there, "cat", "@chat", "--turns")["turns"]
+    assert [(t["turn"], t["start"], t["stop"], t["text"]) for t in turns] == [
+        (1, 0, 9, "abcdefghi"), (2, 9, 12, "jkl"),
+    ]  # fmt: skip
+    assert [t["tokens"] for t in turns] == [list(range(9)), list(range(9, 12))]
+    turns = json_of(shown, *there, "cat", "@fork", "--turns")["turns"]
+    assert [t["text"] for t in turns] == ["abcdefghi", "jkl", "mn"]
+    assert {f.name: f.n_turns for f in kvsnap.listing(tmp_path / "library").files} == {"chat": 2, "fork": 3}
+    assert {f.path: f.n_turns for f in kvsnap.listing(Path(path).parent).files}[path] == 2
+    found = kvsnap.inspect(kvsnap.Library(tmp_path / "library", readonly=True).session_path("fork")).turns
+    assert found is not None
+    assert (found.n_live, found.n_on_the_way, found.n_inherited) == (3, 3, 2)
+
+
+def test_where_the_chain_of_commits_is_broken_each_part_is_told_by_itself(tmp_path: Path, shown: Shown) -> None:
+    path = tmp_path / "a.kvsnap"
+    with Session.open(path) as session:
+        publish(session, ("prompt", 4), stop="unfinished")
+        publish(session, ("prompt", 4), ("generated", 5), stop="end")
+        offset = session.history[1].offset
+    raw = bytearray(path.read_bytes())
+    raw[offset + 70] ^= 1
+    path.write_bytes(raw)
+    assert [t["text"] for t in json_of(shown, "cat", path, "--turns")["turns"]] == ["abcd", "efghi"]
 
 
 def test_the_turns_agree_with_log(tmp_path: Path, shown: Shown) -> None:

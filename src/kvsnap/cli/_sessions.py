@@ -65,9 +65,10 @@ def log(file: str | None, tree: bool, as_json: bool) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(turn.time_ns / 1e9))
         stop = stops.get(turn.commit, "")
         state = "complete" if turn.complete and is_whole(stop) else "[bold]cut off[/bold]"
-        why = STOPS.get(stop, "")
-        made.add_row(str(turn.commit), when, turn.operation, state, why, f"{turn.n_tokens:,}",
-                     f"{turn.n_tokens - before:+,}", size(turn.offset))  # fmt: skip
+        why, what, change = STOPS.get(stop, ""), turn.operation, f"{turn.n_tokens - before:+,}"
+        if turn.commit == 1 and turn.operation == "reset":  # the commit of an empty session: there was nothing before
+            what, state, change = "created", "", ""
+        made.add_row(str(turn.commit), when, what, state, why, f"{turn.n_tokens:,}", change, size(turn.offset))
         before = turn.n_tokens
     show_table(made)
     for note in notes:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvsnap import codecs
 from kvsnap.errors import DamagedError, FormatError, KeyNeededError, KvsnapError
 from kvsnap.formats.native import NativeFile
 from kvsnap.formats.native.base import parent_path
+from kvsnap.formats.native.read import Span
 from kvsnap.formats.native.said import Said, unpack_messages
 from kvsnap.formats.native.schema import Geometry
 from kvsnap.formats.native.tables import Part
@@ -41,6 +45,12 @@ class _Sums:
         self.found[part.tensor, part.codec] = (
             parts + times, stored + times * part.stored, before + times * decoded, max(bound, part.bound)
         )  # fmt: skip
+
+    def decode(self, tensor: int, codec: int, decoded: int) -> None:
+        """Say what parts that were added hold, decoded, in all."""
+        if (tensor, codec) in self.found:
+            parts, stored, _, bound = self.found[tensor, codec]
+            self.found[tensor, codec] = parts, stored, decoded, bound
 
     def spec(self, tensor: int) -> TensorSpec:
         if tensor not in self.specs:
@@ -73,6 +83,43 @@ class _Sums:
             if not self.spec(tensor).grows:
                 found[self.spec(tensor).layer] += decoded
         return found
+
+
+class _Windows:
+    """The decoded bytes that windows hold, from the spans in their order.
+
+    Rows before a gap are stored, so that a rewind reaches them, and are no rows of the tensor.
+    """
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        self._specs = sorted((spec for spec in specs if spec.growth == "window"), key=lambda spec: spec.id)
+        self.ids = np.array([spec.id for spec in self._specs], np.int64)
+        self._per_row = np.array([spec.tokens_per_row for spec in self._specs], np.int64)
+        self._ends = np.zeros(len(self.ids), np.int64)
+        self._rows: dict[int, npt.NDArray[np.int64]] = {}  # by codec, of each tensor
+
+    def add(self, span: Span) -> None:
+        """Take in a span."""
+        tensors, codec_ids, starts, n_rows = span.table.part_ranges
+        wanted = np.isin(tensors, self.ids)
+        starts, n_rows, codec_ids = starts[wanted], n_rows[wanted], codec_ids[wanted]
+        places = np.searchsorted(self.ids, tensors[wanted])
+        stop = (span.entry.row_start + span.entry.n_rows) // self._per_row[places]
+        kept = np.clip(stop - starts, 0, n_rows)
+        gone = places[starts != self._ends[places]]
+        for rows in self._rows.values():
+            rows[gone] = 0
+        for codec in np.unique(codec_ids).tolist():
+            rows = self._rows.setdefault(codec, np.zeros(len(self.ids), np.int64))
+            rows[places] += np.where(codec_ids == codec, kept, 0)
+        self._ends[places] = starts + kept
+
+    def count(self, sums: _Sums, n_rows: int) -> None:
+        """Let these bytes count as decoded, after `n_rows` rows in all."""
+        whole = self._ends == n_rows // self._per_row  # else nothing is held behind a gap at the end
+        for codec, rows in self._rows.items():
+            for spec, held in zip(self._specs, np.where(whole, rows, 0).tolist(), strict=True):
+                sums.decode(spec.id, codec, spec.nbytes(held) if held else 0)
 
 
 def native_summary(file: NativeFile, *, partial: bool = False) -> Summary:
@@ -187,12 +234,14 @@ def _whole(file: NativeFile) -> Summary:
     runs: tuple[Run, ...] = ()
     said = Said()
     geometry = file.geometry
-    sums = _Sums({spec.id: spec for spec in geometry.tensors})
+    sums, windows = _Sums({spec.id: spec for spec in geometry.tensors}), _Windows(geometry.tensors)
     alike: dict[tuple[bytes, int], list[Any]] = {}
     for span in file.spans():
         entry, table = span.entry, span.table
         runs = join_runs(runs, cut_runs(table.runs, entry.n_tokens))
         said = said.add(piece_of(span))
+        if len(windows.ids):
+            windows.add(span)
         if entry.n_rows < table.n_rows:  # a cut in this span: its parts are there whole, fewer rows of them count
             for part in table.parts:
                 sums.add(part, _kept_bytes(sums.spec(part.tensor), part, entry.row_start + entry.n_rows))
@@ -202,6 +251,7 @@ def _whole(file: NativeFile) -> Summary:
     for table, times in alike.values():  # spans of one signature differ in row numbers and checksums alone
         for part in table.parts:
             sums.add(part, part.decoded, times)
+    windows.count(sums, file.commit.n_rows)
     replaced, sampler = file.state()
     for part in state_parts(file):
         sums.add(part, part.decoded)

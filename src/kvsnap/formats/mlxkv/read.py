@@ -22,6 +22,7 @@ __all__ = ["Loaded", "resolve", "slab_differences", "to_snapshot"]
 
 Array = npt.NDArray[Any]
 
+_SCALE = 4  # bytes of the scale that each tensor of q8 codes has
 MAX_NUMBER = 4096
 """Layers with a larger number are kept in the file, but get no place in the snapshot."""
 
@@ -57,11 +58,11 @@ class _Heads:
 
     @property
     def stored_as(self) -> tuple[str, int]:
-        """How the values are stored, and the bytes that they take."""
+        """How the values are stored, and the bytes that they take, the scales of codes among them."""
         stored = [head for head in self.heads if isinstance(head, StoredTensor)]
         names = {ENCODINGS[head.selector] for head in stored if head.n}
         name = names.pop() if len(names) == 1 else "mixed" if names else "float32"
-        return name, sum(head.data.length for head in stored)
+        return name, sum(head.data.length + (_SCALE if ENCODINGS[head.selector] == "q8" else 0) for head in stored)
 
     def array(self) -> Array:
         """Return the values, read-only."""

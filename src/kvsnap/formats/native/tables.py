@@ -143,6 +143,12 @@ class ReadTable:
         return bytes(words.tobytes()) + struct.pack("<Q", self.payload_length)
 
     @property
+    def part_ranges(self) -> npt.NDArray[np.int64]:
+        """Tensor, codec, first row and number of rows of each part, int64 `[4, parts]`, not checked."""
+        tensors, codecs = self.part_words[:, 0] & 0xFFFFFFFF, self.part_words[:, 0] >> 32 & 0xFFFF
+        return np.stack([tensors, codecs, self.part_words[:, 1], self.part_words[:, 2]]).astype(np.int64)
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """The parts, checked. Raise `FormatError` for parts that overlap, leave the record, or contradict it."""
         return _parse_parts(
