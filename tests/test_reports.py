@@ -280,6 +280,27 @@ def test_pictures_that_are_there_are_replaced_only_when_that_is_allowed() -> Non
     assert Path("pictures/growth.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_file_that_appears_meanwhile_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch)
+    kvsnap.save(snapshot(range(1, 9)), "a.kvsnap")
+    page, picture = Path("r.html"), Path("pictures/sizes.svg")
+    with pytest.raises(InputError, match="the name is taken"):
+        kvsnap.report("a.kvsnap", page, progress=lambda *_: page.write_text("of someone else") and None)
+    assert page.read_text() == "of someone else"
+
+    def svg(_: Any) -> bytes:
+        picture.parent.mkdir(exist_ok=True)
+        picture.write_text("of someone else")
+        return b"<svg></svg>"
+
+    monkeypatch.setattr("kvsnap.reporting.svg_file", svg)
+    with pytest.raises(InputError, match="the name is taken"):
+        kvsnap.report("a.kvsnap", "s.html", figures="pictures", figure_format="svg")
+    assert picture.read_text() == "of someone else"
+    kvsnap.report("a.kvsnap", page, figures="pictures", figure_format="svg", overwrite=True)
+    assert page.read_text().startswith("<!doctype html>")
+
+
 def test_a_comparison_is_of_the_commits_that_the_page_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
     draw_only(monkeypatch)
     for name in ("a.kvsnap", "b.kvsnap"):

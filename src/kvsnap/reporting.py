@@ -348,10 +348,10 @@ def _written(
     there = [one.path for one in made if one.path and os.path.lexists(one.path)]
     if there and not overwrite:
         raise InputError("there is a picture of this name: use another directory, or allow to overwrite", path=there[0])
-    nbytes = 0 if out is None else write_whole(out, html_of(page, steps.within).encode("utf-8"))
+    nbytes = 0 if out is None else write_whole(out, html_of(page, steps.within).encode("utf-8"), new=not overwrite)
     for number, (figure, one) in enumerate(zip(figures, made, strict=True), 1):
         if one.path:
-            _draw(figure, one.path)
+            _draw(figure, one.path, new=not overwrite)
         if out is None:
             steps.within(number, len(figures))
     steps.next()
@@ -375,7 +375,8 @@ def _places(figures: Sequence[Figure], directory: Path | None, figure_format: st
     return made
 
 
-def _draw(figure: Figure, path: str) -> None:
+def _draw(figure: Figure, path: str, *, new: bool) -> None:
     if not os.path.isdir(os.path.dirname(path)):
         make_directory(os.path.dirname(path))
-    write_whole(path, svg_file(figure.picture) if path.endswith(".svg") else png(figure.picture), sync=False)
+    made = svg_file(figure.picture) if path.endswith(".svg") else png(figure.picture)
+    write_whole(path, made, sync=False, new=new)
