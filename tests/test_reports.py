@@ -118,6 +118,25 @@ def test_golden_files_of_any_format_are_reported(name: str, monkeypatch: pytest.
                 assert value is None
 
 
+def test_ids_of_the_last_rows_stand_at_those_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch, "Tokens by")
+    path = DATA / "mlxkv" / "v6_sliding_window.mlxkv"
+    kvsnap.report(path, "r.html")
+    taken, page = kvsnap.load(path), page_of()
+    assert (taken.n_rows, len(taken.tokens)) == (42, 5)
+    for role in "kv":
+        norms: list[list[float]] = [[] for _ in range(5)]
+        for tensor in taken.tensors():
+            if tensor.role == role:
+                for row, values in enumerate(np.moveaxis(tensor.array, 1, 0), tensor.start - 37):
+                    norms[row] += np.linalg.norm(values, axis=-1).tolist()
+        (line,) = page.figure(f"tokens-{role}-37")["rows"]
+        told = [(line["lead"] + mark[4]).split(": ") for mark in line["marks"]]
+        assert [name for name, _ in told] == [f"position {37 + i}, {token}" for i, token in enumerate(taken.tokens)]
+        assert [float(value) for _, value in told] == pytest.approx([np.mean(n) for n in norms], rel=1e-3)
+    assert "The file has the ids of the last 5 rows only." in page.text
+
+
 def test_several_files_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     draw_only(monkeypatch, "Relative error")
     taken = snapshot(range(1, 22), layers=2, heads=2, dim=16)
