@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -464,3 +465,16 @@ def test_a_page_of_smollm2_stays_under_three_megabytes(tmp_path: Path) -> None:
     made = kvsnap.report(tmp_path / "s.kvsnap", tmp_path / "r.html", detokenize=engine.detokenize)
     assert made.nbytes < 3_000_000
     assert len(made.figures) > 15
+
+
+def test_lines_of_growth_that_are_not_drawn_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch)
+    config = json.loads((DATA / "configs" / "SmolLM2-135M.json").read_text())
+    several = [kvsnap.growth({**config, "num_hidden_layers": n}) for n in range(1, 9)]
+    reporting.report_answer([replace(one, source=f"model {n}") for n, one in enumerate(several, 1)], "r.html")
+    left = "Not drawn, as there are more lines than can be told apart: "
+    assert f"{left}model 7, model 8." in page_of().text
+    mixed = kvsnap.growth({"model_type": "deepseek_v4"})
+    assert mixed.kinds == ("window", "compressed", "index")
+    reporting.report_answer(mixed, "mixed.html")
+    assert f"{left}index." in page_of("mixed.html").text
