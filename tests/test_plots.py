@@ -173,6 +173,13 @@ def test_scales_survive_what_is_no_number() -> None:
                               diverging=diverging))  # fmt: skip
 
 
+def test_an_axis_of_powers_without_a_value_is_an_empty_one() -> None:
+    for x, y in (([1, 2], [0.0, 0.0]), ([0, -1], [1.0, 2.0]), ([1], [np.nan]), ([], [])):
+        line = Line("a", np.array(x, dtype=np.float64), np.array(y, dtype=np.float64), marked=True)
+        made = drawn(Lines(title="t", x="x", y="y", lines=(line,), logarithmic_x=True, logarithmic_y=True))
+        assert made.hover == Marks(((),))
+
+
 def test_a_diverging_scale_has_zero_in_its_middle() -> None:
     norm = norm_of(np.array([-1.0, 5.0]), logarithmic=False, diverging=True)
     assert norm(0.0) == 0.5

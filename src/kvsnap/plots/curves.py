@@ -56,12 +56,13 @@ def draw_lines(picture: Lines, sheet: Sheet) -> Callable[[], Hover]:
         )  # fmt: skip
         there = np.isfinite(y)
         kept.append((line.name, x[there], y[there]))
-    if picture.logarithmic_x:
+    some = any(len(y) for _, _, y in kept)  # an axis of powers needs a value
+    if picture.logarithmic_x and some:
         axes.set_xscale("log")
-    if picture.logarithmic_y:
+    if picture.logarithmic_y and some:
         axes.set_yscale("log")
         _show_decades(axes, [y for _, _, y in kept if len(y)])
-    elif any(len(y) for _, _, y in kept) and min(float(y.min()) for _, _, y in kept if len(y)) >= 0:
+    elif some and min(float(y.min()) for _, _, y in kept if len(y)) >= 0:
         axes.set_ylim(bottom=0)
     _plain_numbers(axes, picture)
     axes.set_xlabel(picture.x)
