@@ -31,6 +31,7 @@ import numpy as np
 from kvsnap import files
 from kvsnap.errors import KvsnapError
 from kvsnap.formats.native import BytesReader, NativeFile
+from kvsnap.formats.native.assemble import snapshot_of
 from kvsnap.layout import Snapshot
 from kvsnap.records import FORKED, HEADER_SIZE, MAGIC
 from synthetic import same
@@ -322,7 +323,7 @@ def matches(data: bytes | None, content: Content, path: Path | None = None) -> s
         return "" if data == content else "other bytes"
     try:
         with closing(NativeFile(BytesReader(data)) if path is None else NativeFile.open(path, mapped=False)) as file:
-            found = file.snapshot()
+            found = snapshot_of(file)
             if file.end.dropped != len(data) - file.end.footer.file_length:
                 return f"{file.end.dropped} bytes are said to be dropped, of {len(data)}"
             return ", ".join(same(found, content))

@@ -23,6 +23,7 @@ from kvsnap.errors import DamagedError, FormatError, KvsnapError, VersionError
 from kvsnap.formats import native
 from kvsnap.formats.native import BytesReader, NativeFile, VerifyReport, verify_file
 from kvsnap.formats.native import verify as verifying
+from kvsnap.formats.native.assemble import snapshot_of
 from kvsnap.formats.native.sources import PartSource
 from kvsnap.layout import Snapshot, Tensor
 from kvsnap.session import Session
@@ -171,7 +172,7 @@ def full_look(case: Case, buffer: bytearray, region: Region) -> str:
     report = verified(buffer)
     try:
         file = NativeFile(BytesReader(buffer))
-        loaded = read_all(file.snapshot())
+        loaded = read_all(snapshot_of(file))
     except KvsnapError as error:
         assert region.live, region
         check_error(case, region, error)
@@ -239,7 +240,7 @@ class OpenFile:
 
     def __init__(self, buffer: bytearray) -> None:
         self.file = NativeFile(BytesReader(buffer))
-        self.tensors = {t.name: t for t in tensors_of(self.file.snapshot())}
+        self.tensors = {t.name: t for t in tensors_of(snapshot_of(self.file))}
 
     def look(self, region: Region) -> str:
         if region.live:
@@ -280,7 +281,7 @@ def test_ten_thousand_random_bits(case: Case) -> None:
     assert hit["part"] > HITS * 0.9
     assert len(hit) >= (3 if case.before is None else 4)
     assert bytes(buffer) == case.data
-    assert not same(read_all(NativeFile(BytesReader(buffer)).snapshot()), case.good)
+    assert not same(read_all(snapshot_of(NativeFile(BytesReader(buffer)))), case.good)
 
 
 def forced(case: Case, dice: random.Random) -> Iterator[tuple[int, int]]:

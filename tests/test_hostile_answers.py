@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +18,10 @@ import pytest
 
 import kvsnap
 from kvsnap.cli import run
+from kvsnap.errors import FormatError, InputError
 from kvsnap.layout import Layer, Snapshot, Tensor
 from report_pages import page_of
+from spec_file import Minimal
 from synthetic import snapshot
 
 UNSEEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
@@ -108,6 +112,103 @@ def test_settings_of_layers_that_are_not_there_change_nothing(name: str) -> None
     assert found.at(10).cache_bytes == 10240 < own.at(10).cache_bytes == 10240 // 4 * 3 + 10240
 
 
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("lfm2", {"full_attn_idxs": 3}, "full_attn_idxs is no list"),
+        ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices is no list"),
+        ("kimi_linear", {"linear_attn_config": {"full_attn_layers": 3, "kda_layers": []}}, "full_attn_layers is no"),
+        ("deepseek_v4", {"compress_ratios": [[]]}, "layer 0 is of a type that is not known"),
+        ("minimax_m3_vl_text", {"sparse_attention_config": {"sparse_attention_freq": [1], "sparse_index_dim": "x"}},
+         "sparse_index_dim is no number"),
+        ("gemma3_text", {"sliding_window_pattern": ""}, "sliding_window_pattern is no number"),
+        ("nemotron_h", {"hybrid_override_pattern": "*" * 70000}, "no such number of layers"),
+        ("nemotron_h", {"layer_types": ["moe"] * 70000}, "no such number of layers"),
+        ("llama", {"dtype": "x" * 100}, "rows are not kept in this dtype"),
+    ],
+)  # fmt: skip
+def test_settings_of_another_kind_are_named(family: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(kvsnap.KvsnapError, match=message) as raised:
+        kvsnap.growth({**LLAMA, "model_type": family, **change})
+    assert len(str(raised.value)) < 400
+
+
+def test_lists_of_another_kind_say_nothing_where_the_family_has_a_rule() -> None:
+    glm = {**LLAMA, "model_type": "glm_moe_dsa"}
+    assert kvsnap.growth({**glm, "indexer_types": {"a": 1}}).layers == kvsnap.growth(glm).layers
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2", "gemma3n_text"])
+def test_settings_for_every_layer_take_no_longer_than_the_layers(family: str) -> None:
+    n = 20000
+    own: dict[str, Any] = {str(i): {} for i in range(n)}
+    change = {"num_hidden_layers": n, "per_layer_config": own, "full_attn_idxs": list(range(n)), **own}
+    types = ["full_attention", *["sliding_attention"] * (n - 1)]
+    shared = {"layer_types": types, "num_kv_shared_layers": n - 2, "sliding_window": 8} if "gemma" in family else {}
+    started = time.process_time()
+    assert len(kvsnap.growth({**LLAMA, "model_type": family, **change, **shared}, lengths=[1]).layers) == n
+    assert time.process_time() - started < 20
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100000, '{"a":' * 100000, '{"a":' * 101 + "1" + "}" * 101, '{"a":', "9" * 5000, '"x"', "\ufeff{"]
+)
+def test_a_configuration_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(FormatError):
+        kvsnap.growth(path)
+    path.write_text(json.dumps(LLAMA | {"nested": json.loads("[" * 98 + "]" * 98)}))
+    assert kvsnap.growth(path).architecture == "llama"
+
+
+def test_a_configuration_is_a_file_of_some_size(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    os.mkfifo(path)
+    with pytest.raises(InputError):
+        kvsnap.growth(tmp_path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(InputError):
+        kvsnap.growth(tmp_path)
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(kvsnap.KvsnapError):
+        kvsnap.growth(tmp_path)
+    path.unlink()
+    path.write_text(json.dumps(LLAMA) + " " * (8 << 20))
+    with pytest.raises(FormatError, match="too long"):
+        kvsnap.growth(tmp_path)
+    with pytest.raises(kvsnap.KvsnapError):
+        kvsnap.growth(tmp_path / ("a" * 5000))
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        {"config": {"num_hidden_layers": "[" * 100000}},
+        {"config": {"num_hidden_layers": "{"}},
+        {"config": {".".join("a" * 100000): "1"}},
+        {"quantisation": '{"a":' * 800 + "1" + "}" * 800},
+        {"cache_quantisation": "[" * 100000},
+        {"runtime": {"kernels": "[" * 100000}},
+    ],
+)
+def test_an_identity_may_say_anything(identity: dict[str, Any], tmp_path: Path) -> None:
+    made = Minimal()
+    made.identity = {"architecture": "llama", "config": {}, "weights": []} | identity
+    path, other = tmp_path / "a.kvsnap", tmp_path / "b.kvsnap"
+    path.write_bytes(made.build())
+    made.identity = {"architecture": "llama", "config": {"a": "1"}, "weights": [], "quantisation": '{"a":1}'}
+    other.write_bytes(made.build())
+    started = time.process_time()
+    assert kvsnap.growth(path).checked[0].ok
+    kvsnap.inspect(path)
+    assert kvsnap.diff(path, other).verdict in ("identical", "besides")
+    assert kvsnap.diff(other, path).verdict in ("identical", "besides")
+    assert time.process_time() - started < 5
+
+
 @pytest.mark.parametrize("option", ["--at", "--budget"])
 def test_lengths_of_hundreds_of_digits_are_no_bug(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -146,6 +247,9 @@ def test_no_value_is_worth_a_warning(value: float, dtype: str, bits: int | None,
         assert sum(layer.n_nan + layer.n_infinite for layer in found.layers) == (0 if value == 3e38 else 4 * 19 * 8)
         if value == 3e38:  # rows whose norms are beyond float32 are in the means
             assert all(h.mean_norm == pytest.approx(2 * 3e38) and h.n_left_out == 0 for h in found.heads)
+            assert {row[-1] for row in found.table("channel").rows} == {1.0}
+        for by in ("layer", "head", "channel", "row"):
+            found.table(by)
         kvsnap.head_table(kvsnap.load(path), 0, 0)
         assert kvsnap.diff(path, path)
         pytest.importorskip("matplotlib")

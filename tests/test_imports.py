@@ -189,7 +189,8 @@ def import_graph(trees: dict[str, ast.Module], packages: set[str]) -> dict[str, 
     for module, tree in trees.items():
         wanted: set[str] = set()
         for node, late, typing in scoped_imports(tree):
-            if not late and not typing:
+            # What only annotations need ties modules together as well; the names of the whole package are loaded late.
+            if not late and not (typing and module == "kvsnap"):
                 wanted |= set(imported_modules(node, module, module in packages, known))
         graph[module] = wanted & known - {module}
     return graph
@@ -308,3 +309,14 @@ def test_a_cycle_inside_a_package_is_reported() -> None:
     }
     found = breaches(sources, packages={"kvsnap.formats"})
     assert found == ["cycle: kvsnap.formats.native -> kvsnap.formats.open -> kvsnap.formats.native"]
+
+
+def test_a_cycle_of_types_only_is_one_too() -> None:
+    sources = {
+        "kvsnap.library.place": "from .view import View",
+        "kvsnap.library.view": (
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvsnap.library.place import Place"
+        ),
+    }
+    found = breaches(sources, packages={"kvsnap.library"})
+    assert found == ["cycle: kvsnap.library.place -> kvsnap.library.view -> kvsnap.library.place"]

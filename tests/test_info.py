@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 from unittest import mock
 
@@ -134,7 +135,7 @@ def test_info_of_a_golden_kvsnap_file_agrees_with_its_snapshot(path: Path) -> No
     with closing(NativeFile.open(path, key=key)) as file:
         assert found.n_spans == len(file.live)
     assert found.turns is not None
-    assert found.turns.n_live == found.n_spans
+    assert found.turns.n_live + found.turns.n_on_the_way == found.n_spans
 
 
 def test_the_coli_kv_files_that_are_refused_are_refused_by_info(shown: Shown) -> None:
@@ -334,14 +335,16 @@ def test_turns_are_counted_by_what_became_of_them(tmp_path: Path, shown: Shown) 
     assert (turns.n_live, turns.n_dropped) == (0, 7)
 
 
+def publish(session: Session, *runs: tuple[str, int], stop: str) -> None:
+    """Append up to the end of these runs, with a letter of text for each token."""
+    made = tuple(Run(kind, n) for kind, n in runs)  # type: ignore[arg-type]
+    n = sum(run.count for run in made)
+    taken = snapshot(tuple(range(n)), metadata={"stop": stop}, text=ascii_lowercase[:n])
+    session.append(replace(taken, runs=made), complete=stop != "unfinished")
+
+
 def test_parts_published_on_the_way_are_not_cut_off(tmp_path: Path, shown: Shown) -> None:
     path = tmp_path / "a.kvsnap"
-
-    def publish(session: Session, *runs: tuple[str, int], stop: str) -> None:
-        made = tuple(Run(kind, n) for kind, n in runs)  # type: ignore[arg-type]
-        taken = snapshot(tuple(range(sum(run.count for run in made))), metadata={"stop": stop})
-        session.append(replace(taken, runs=made), complete=stop != "unfinished")
-
     with Session.open(path) as session:
         publish(session, ("prompt", 4), stop="unfinished")
         publish(session, ("prompt", 4), ("generated", 2), stop="unfinished")
@@ -349,18 +352,91 @@ def test_parts_published_on_the_way_are_not_cut_off(tmp_path: Path, shown: Shown
         publish(session, ("prompt", 4), ("generated", 5), ("prompt", 3), stop="unfinished")  # and was left so
     turns = kvsnap.inspect(path).turns
     assert turns is not None
-    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (4, 1, 2, 1)
-    assert "4 (1 complete, 1 cut off, 2 parts published on the way); last one" in shown("info", path)[1]
+    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (2, 1, 2, 1)
+    assert "2 (1 complete, 1 cut off) and 2 parts published on the way; last one" in shown("info", path)[1]
     with Session.open(path) as session:  # a new turn follows: what was left stays cut off
         publish(session, ("prompt", 4), ("generated", 5), ("prompt", 5), ("generated", 1), stop="end")
     turns = kvsnap.inspect(path).turns
     assert turns is not None
-    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (5, 2, 2, 1)
+    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (3, 2, 2, 1)
     with Session.open(path) as session:  # the end of the first turn is cut away, its parts are all there is of it
         session.truncate(6)
     turns = kvsnap.inspect(path).turns
     assert turns is not None
-    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (2, 0, 1, 1)
+    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off) == (1, 0, 1, 1)
+
+
+def test_parts_published_on_the_way_are_no_turns_in_cat_and_ls(tmp_path: Path, shown: Shown) -> None:
+    with kvsnap.Library(tmp_path / "library") as library:
+        with library.open("chat") as session:
+            publish(session, ("prompt", 4), stop="unfinished")
+            publish(session, ("prompt", 4), ("generated", 2), stop="unfinished")
+            publish(session, ("prompt", 4), ("generated", 5), stop="end")
+            publish(session, ("prompt", 4), ("generated", 5), ("prompt", 3), stop="unfinished")  # and was left so
+        library.fork("chat", "fork")
+        with library.open("fork") as session:
+            publish(session, ("prompt", 4), ("generated", 5), ("prompt", 4), stop="unfinished")
+            publish(session, ("prompt", 4), ("generated", 5), ("prompt", 4), ("generated", 1), stop="end")
+        path = library.session_path("chat")
+    there = ("--library", tmp_path / "library")
+    turns = json_of(shown, *there, "cat", "@chat", "--turns")["turns"]
+    assert [(t["turn"], t["start"], t["stop"], t["text"]) for t in turns] == [
+        (1, 0, 9, "abcdefghi"), (2, 9, 12, "jkl"),
+    ]  # fmt: skip
+    assert [t["tokens"] for t in turns] == [list(range(9)), list(range(9, 12))]
+    turns = json_of(shown, *there, "cat", "@fork", "--turns")["turns"]
+    assert [t["text"] for t in turns] == ["abcdefghi", "jkl", "mn"]
+    assert {f.name: f.n_turns for f in kvsnap.listing(tmp_path / "library").files} == {"chat": 2, "fork": 3}
+    assert {f.path: f.n_turns for f in kvsnap.listing(Path(path).parent).files}[path] == 2
+    found = kvsnap.inspect(kvsnap.Library(tmp_path / "library", readonly=True).session_path("fork")).turns
+    assert found is not None
+    assert (found.n_live, found.n_on_the_way, found.n_inherited) == (3, 3, 2)
+
+
+def test_an_answer_that_is_given_once_more_is_no_turn_of_its_own(tmp_path: Path, shown: Shown) -> None:
+    path = tmp_path / "a.kvsnap"
+    with Session.open(path) as session:
+        publish(session, ("prompt", 2), ("generated", 2), stop="end")
+        publish(session, ("prompt", 2), ("generated", 2), ("prompt", 4), stop="unfinished")
+        publish(session, ("prompt", 2), ("generated", 2), ("prompt", 4), ("generated", 3), stop="end")
+        again = replace(
+            snapshot(tuple(range(10)), metadata={"stop": "end"}, text=ascii_lowercase[:10]),
+            runs=(Run("prompt", 2), Run("generated", 2), Run("prompt", 4), Run("generated", 2)),
+        )  # fmt: skip
+        session.append(again, after=7)  # the last token of the prompt is read again
+    turns = kvsnap.inspect(path).turns
+    assert turns is not None
+    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off, turns.n_dropped) == (2, 2, 1, 0, 1)
+    assert (
+        "2 (2 complete, 0 cut off) and 1 part published on the way; 1 more was cut away since"
+        in (shown("info", path)[1])
+    )
+    assert [t["text"] for t in json_of(shown, "cat", path, "--turns")["turns"]] == ["abcd", "efghij"]
+
+
+def test_a_turn_that_was_cut_inside_does_not_hide_the_others(tmp_path: Path, shown: Shown) -> None:
+    path = tmp_path / "a.kvsnap"
+    with Session.open(path) as session:
+        publish(session, ("prompt", 2), ("generated", 2), stop="end")
+        publish(session, ("prompt", 2), ("generated", 2), ("prompt", 4), ("generated", 3), stop="end")
+        session.truncate(6)
+        publish(session, ("prompt", 2), ("generated", 2), ("prompt", 2), ("prompt", 1), stop="end")
+        publish(session, ("prompt", 2), ("generated", 2), ("prompt", 3), ("generated", 1), stop="end")
+    turns = json_of(shown, "cat", path, "--turns")["turns"]
+    # Of the third one the file keeps all text up to its end: that is not what it added.
+    assert [(t["stop"], t["text"]) for t in turns] == [(4, "abcd"), (6, None), (7, None), (8, "h")]
+
+
+def test_where_the_chain_of_commits_is_broken_each_part_is_told_by_itself(tmp_path: Path, shown: Shown) -> None:
+    path = tmp_path / "a.kvsnap"
+    with Session.open(path) as session:
+        publish(session, ("prompt", 4), stop="unfinished")
+        publish(session, ("prompt", 4), ("generated", 5), stop="end")
+        offset = session.history[1].offset
+    raw = bytearray(path.read_bytes())
+    raw[offset + 70] ^= 1
+    path.write_bytes(raw)
+    assert [t["text"] for t in json_of(shown, "cat", path, "--turns")["turns"]] == ["abcd", "efghi"]
 
 
 def test_the_turns_agree_with_log(tmp_path: Path, shown: Shown) -> None:

@@ -173,6 +173,13 @@ def test_scales_survive_what_is_no_number() -> None:
                               diverging=diverging))  # fmt: skip
 
 
+def test_an_axis_of_powers_without_a_value_is_an_empty_one() -> None:
+    for x, y in (([1, 2], [0.0, 0.0]), ([0, -1], [1.0, 2.0]), ([1], [np.nan]), ([], [])):
+        line = Line("a", np.array(x, dtype=np.float64), np.array(y, dtype=np.float64), marked=True)
+        made = drawn(Lines(title="t", x="x", y="y", lines=(line,), logarithmic_x=True, logarithmic_y=True))
+        assert made.hover == Marks(((),))
+
+
 def test_a_diverging_scale_has_zero_in_its_middle() -> None:
     norm = norm_of(np.array([-1.0, 5.0]), logarithmic=False, diverging=True)
     assert norm(0.0) == 0.5
@@ -195,3 +202,58 @@ def test_texts_on_cells_have_colours_of_their_own_whatever_the_page_has() -> Non
     assert {word: made and made[1] for word, made in fills.items()} == {
         "dim": "#ffffff", "bright": "#000001", "none": "currentColor",
     }  # fmt: skip
+
+
+def texts_in(picture: Picture) -> list[str]:
+    """Return what is written into a picture, in the order of its drawing."""
+    root = ET.fromstring(drawn(picture).svg)  # noqa: S314 # our own
+    return ["".join(element.itertext()).strip() for element in root.iter() if element.tag.endswith("text")]
+
+
+def test_a_logarithmic_axis_of_a_flat_line_has_numbers() -> None:
+    lengths = np.array([1, 1000, 100_000])
+    lines = (Line("live", lengths, np.full(3, 26.2)), Line("stored", lengths, np.array([26.2, 26.3, 27.2])))
+    picture = Lines(title="g", x="tokens", y="MB", lines=lines, logarithmic_x=True, logarithmic_y=True)
+    texts = texts_in(picture)
+    assert {"10", "100", "1,000", "10,000", "100,000"} <= set(texts)
+    hover = drawn(picture).hover
+    assert isinstance(hover, Marks)
+    heights = [mark.box[1] for mark in hover.rows[1]]
+    assert max(heights) - min(heights) < 10  # 4 % more must not look like a cliff
+    alone = Lines(title="g", x="n", y="nats", lines=(Line("a", lengths, np.full(3, 1e-3)),), logarithmic_y=True)
+    assert {"0.001", "0.01"} <= set(texts_in(alone))
+
+
+def test_an_axis_of_percents_ends_at_100() -> None:
+    bars = {"q8": (97.5, "97.5%, top-5 97.3%"), "rounded": (100.0, "100.0%, top-5 99.8%")}
+    assert "120" in texts_in(Bars("Agreement", "%", bars, (1, 1)))
+    texts = texts_in(Bars("Agreement", "%", bars, (1, 1), most=100))
+    assert "100" in texts
+    assert "120" not in texts
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0.6, 9.8, {"1", "3", "6", "0.6"}), (0.1, 15, {"0.1", "0.3", "1", "3", "10"}), (2e-3, 0.06, {"0.002", "0.01"}),
+     (1e-5, 10, {"1e-05", "0.001", "0.1", "10"}), (1.01, 1.02, {"1.01", "1.02"})],
+)  # fmt: skip
+def test_a_logarithmic_scale_of_colours_has_plain_numbers(low: float, high: float, expected: set[str]) -> None:
+    values = np.geomspace(low, high, 12).reshape(3, 4)
+    texts = texts_in(HeatMap(title="t", x="x", y="y", scale="times", values=values, logarithmic=True))
+    assert expected <= set(texts)
+    assert not [text for text in texts if ("times" in text and text != "times") or "{" in text or "×" in text]
+
+
+@pytest.mark.filterwarnings("error")
+def test_names_in_any_script_are_drawn_without_a_warning() -> None:
+    bars = Bars("東京の空", "MB", {"東京の空": (3.0, "3 MB")}, (1,))
+    assert "東京の空" in texts_in(bars)
+    assert png(bars).startswith(b"\x89PNG")
+
+
+def test_a_token_stays_in_its_cell() -> None:
+    tokens = ("<|im_start|>", "phenomenon", "because", " appears", "wwwwwwww", "東京都庁舎前", "a", " assistant")
+    texts = texts_in(Strip(title="t", scale="norm", tokens=tokens, values=np.arange(8.0)))
+    assert {"because", "appears", "a", "<|im_s…", "phenom…"} <= set(texts)
+    assert not set(texts) & set(tokens) - {"because", "a"}
+    assert "東京都…" in texts

@@ -16,6 +16,7 @@ import kvsnap
 from kvsnap.errors import DamagedError, FormatError, InputError, KvsnapError, MissingError, UnsupportedError
 from kvsnap.files import Reader
 from kvsnap.formats.native import NativeFile, relist, salvage
+from kvsnap.formats.native.assemble import snapshot_of
 from kvsnap.formats.native.base import session_file_name
 from kvsnap.formats.native.fork import at_commit, fork_file
 from kvsnap.formats.native.survey import Survey
@@ -243,7 +244,7 @@ def test_every_length_gives_a_published_state_or_a_refusal(golden: Case) -> None
     known = {}
     file = golden.file
     for commit, offset in walk(file.commit, file.end.footer.commit_offset, file.header, file.reader):
-        known[commit.n_tokens, commit.n_rows] = at_commit(file, commit.number).snapshot()
+        known[commit.n_tokens, commit.n_rows] = snapshot_of(at_commit(file, commit.number))
         assert offset
     seen = set()
     for length in range(0, len(golden.raw), 3):

@@ -371,7 +371,7 @@ def _config(saved: Identity, found: Identity) -> list[FieldCheck]:
     # of the weights and of the rope frequencies, and every setting both know, still have to agree. Where the versions
     # are the same there is no such excuse, and none where one side has a table of settings in the place of a value.
     same_version = _version(saved) == _version(found) != ""
-    left, right = dict(saved.config), dict(found.config)
+    sides = [(names, {len(name) for name in names}) for names in (dict(saved.config), dict(found.config))]
     # What chooses among kernels was among the settings once, and is a part of the runtime since.
     kernels = {k for side in (saved, found) for k in _table(dict(side.runtime).get("kernels", ""))}
     checks = []
@@ -379,10 +379,9 @@ def _config(saved: Identity, found: Identity) -> list[FieldCheck]:
         if name in kernels and not (a and b):
             continue
         check = _text(f"config.{name}", a, b)
-        if check.verdict == "unknown" and (a or b) != "null":
-            other = right if a else left
-            if same_version or _overlaps(name, other):
-                check = _one_sided(check)
+        unknown = check.verdict == "unknown" and (a or b) != "null"
+        if unknown and (same_version or _overlaps(name, *sides[bool(a)])):
+            check = _one_sided(check)
         checks.append(check)
     differing = [c for c in checks if c.verdict == "differ"]
     if differing:
@@ -395,19 +394,21 @@ def _config(saved: Identity, found: Identity) -> list[FieldCheck]:
     return [FieldCheck("config", "match", "fatal", f"{shared} settings", f"{shared} settings")]
 
 
-def _overlaps(name: str, others: Mapping[str, str]) -> bool:
-    """Tell whether a setting is part of what the other side has as one value, such as null."""
-    parts = name.split(".")
-    return any(".".join(parts[:n]) in others for n in range(1, len(parts)))
+def _overlaps(name: str, others: Mapping[str, str], lengths: set[int]) -> bool:
+    """Tell whether a setting is part of what the other side has as one value; `lengths` are those of its names."""
+    return any(mark == "." and i in lengths and name[:i] in others for i, mark in enumerate(name))
 
 
 def _quantisation(name: str, saved: str, found: str) -> list[FieldCheck]:
     """Compare two texts of `quantisation_text`: setting by setting where both are quantised."""
     whole = _text(name, saved, found)
-    tables = [_table(saved), _table(found)]
-    if whole.verdict != "differ" or not all(tables):
+    try:
+        tables = [flatten_config(table) for table in (_table(saved), _table(found)) if table]
+    except RecursionError:  # a file may say anything
         return [whole]
-    checks = [_text(f"{name}.{setting}", a, b) for setting, a, b in _joined(*(flatten_config(t) for t in tables))]
+    if whole.verdict != "differ" or len(tables) < 2:
+        return [whole]
+    checks = [_text(f"{name}.{setting}", a, b) for setting, a, b in _joined(*tables)]
     differing = [_one_sided(c) for c in checks if c.verdict != "match"]
     return differing or [FieldCheck(name, "match", "fatal", whole.saved, whole.found)]
 
@@ -415,7 +416,7 @@ def _quantisation(name: str, saved: str, found: str) -> list[FieldCheck]:
 def _table(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

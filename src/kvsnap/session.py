@@ -22,9 +22,10 @@ from kvsnap.formats.native.assemble import snapshot_of
 from kvsnap.formats.native.base import Base
 from kvsnap.formats.native.copy import CompactReport, CopyReport, check_alone, copy_session, replace_compacted
 from kvsnap.formats.native.counts import Counts
+from kvsnap.formats.native.cut import NOTHING, Cut
 from kvsnap.formats.native.fork import at_commit
 from kvsnap.formats.native.journal import Journal, Published, empty_file
-from kvsnap.formats.native.live import NOTHING, Cut, check_whole, cut_back, cut_live
+from kvsnap.formats.native.live import check_whole, cut_back, cut_live
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.schema import Geometry
 from kvsnap.formats.native.tables import Commit, Entry, Operation
@@ -132,7 +133,7 @@ class Session(Counts):
             self._told = None
         if n_tokens is None or n_tokens == self.n_tokens:
             check_whole(file)
-            return file.snapshot()
+            return snapshot_of(file)
         self._check_length(n_tokens)
         return snapshot_of(file, cut_live(file, n_tokens))
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsnap.errors import FormatError, MissingError, StorageError, UnsupportedError
+from kvsnap.errors import FormatError, MissingError, UnsupportedError
+from kvsnap.files import Reader
 from kvsnap.inspection.families import STATES
 from kvsnap.inspection.growth import LayerGrowth
 from kvsnap.inspection.kept import NOT_UNDERSTOOD, layers_kept
 from kvsnap.inspection.settings import Settings, text_settings
 from kvsnap.tensors import numpy_dtype
 
-__all__ = ["Configured", "configured", "read_configuration"]
+__all__ = ["Configured", "configured", "json_of", "read_configuration"]
 
-_MOST_BYTES = 64 << 20
+_MOST_BYTES = 8 << 20
+_DEEPEST = 100
 _DTYPE = "bfloat16"
 _OF_WEIGHTS = ("compression_config", "quantization_config")
 _ROWS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64")
@@ -39,26 +41,42 @@ class Configured:
 def read_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the settings in a `config.json`, or in that of a model directory.
 
-    Raise `MissingError`, `StorageError`, and `FormatError` for a file that is no JSON object or over 64 MiB.
+    Raise `MissingError`, `StorageError`, and `FormatError` for a file that is no JSON object, over 8 MiB or
+    nested deeper than 100, `InputError` for what is no regular file.
     """
     place = Path(path)
-    place = place / "config.json" if place.is_dir() else place
+    place = place / "config.json" if os.path.isdir(place) else place
+    if not os.path.lexists(place):
+        raise MissingError("no such configuration", path=place)
+    with Reader(place) as reader:
+        if reader.size > _MOST_BYTES:
+            raise FormatError("too long for a configuration", path=place, expected=f"at most {_MOST_BYTES} bytes")
+        data = reader.read_at(0, reader.size)
     try:
-        with place.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except FileNotFoundError as error:
-        raise MissingError("no such configuration", path=place) from error
-    except OSError as error:
-        raise StorageError(f"cannot be read: {error.strerror}", errno=error.errno, path=place) from error
-    if len(data) > _MOST_BYTES:
-        raise FormatError("too long for a configuration", path=place, expected=f"at most {_MOST_BYTES} bytes")
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        found = json_of(data)
+    except ValueError as error:
         raise FormatError(f"no JSON: {error}", path=place) from error
     if not isinstance(found, dict):
         raise FormatError("a configuration is an object", path=place, found=type(found).__name__)
     return found
+
+
+def json_of(text: str | bytes) -> Any:
+    """Return what a JSON text says. Raise `ValueError` for what is none, or is nested deeper than 100."""
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    level = [found]
+    for _ in range(_DEEPEST):
+        level = [one for held in level if isinstance(held, dict | list) for one in _inside(held)]
+    if level:
+        raise ValueError("nested too deep")
+    return found
+
+
+def _inside(held: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return held.values() if isinstance(held, dict) else held
 
 
 def configured(config: Mapping[str, Any], dtype: str | None = None, encoder_rows: int | None = None) -> Configured:
@@ -78,7 +96,7 @@ def configured(config: Mapping[str, Any], dtype: str | None = None, encoder_rows
         chosen = _DTYPE
         notes.append(f"the configuration names no dtype: {_DTYPE} is assumed")
     if chosen not in _ROWS:
-        raise UnsupportedError("rows are not kept in this dtype", expected=", ".join(_ROWS), found=chosen)
+        raise UnsupportedError("rows are not kept in this dtype", expected=", ".join(_ROWS), found=chosen[:60])
     numpy_dtype(chosen)
     length = encoder_rows if encoder_rows is not None else settings.maybe("max_source_positions")
     if settings.family == "speech_to_text" and encoder_rows is None:
@@ -115,7 +133,7 @@ def _assumed(settings: Settings) -> str:
     if more:
         raise UnsupportedError(
             f"{settings.family} is not known, and its settings say that it keeps more than keys and values",
-            expected="a family of docs/growth.md", found=", ".join(more[:6]),
+            expected="a family of docs/growth.md", found=", ".join(name[:60] for name in more[:6]),
         )  # fmt: skip
     return f"{settings.family} is not a family that is known: keys and values of every layer are assumed"
 

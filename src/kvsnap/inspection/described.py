@@ -103,11 +103,11 @@ class LayerGroup:
 class TurnCounts:
     """The turns of a history. A turn is live while tokens of it are part of the history.
 
-    `n_live = n_complete + n_cut_off + n_on_the_way`. On the way are parts of a turn that were published before its end,
-    and that the rest of it follows: a commit each, and nothing that was cut off. `n_inherited` of the live ones stand
-    in the files that a fork starts in. `n_dropped` were appended to this file and cut off since. `n_commits` counts all
-    commits of this file, those that truncate or reset too; `last_operation` is what the last one did, `last_stop` why
-    its answer ended (empty: not known).
+    `n_live = n_complete + n_cut_off`. Parts of a turn that were published on the way, and that the rest of it follows,
+    are no turns: `n_on_the_way` counts them. `n_inherited` of the live ones stand in the files that a fork starts in.
+    `n_dropped` were appended to this file and cut off since, parts among them. `n_commits` counts all commits of this
+    file, those that truncate or reset too; `last_operation` is what the last one did, `last_stop` why its answer ended
+    (empty: not known).
     """
 
     n_commits: int

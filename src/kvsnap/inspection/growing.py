@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -16,7 +15,7 @@ from kvsnap.files import Reader
 from kvsnap.formats import native
 from kvsnap.formats.native.turns import walk
 from kvsnap.identity import Identity
-from kvsnap.inspection.configuration import Configured, configured, read_configuration
+from kvsnap.inspection.configuration import Configured, configured, json_of, read_configuration
 from kvsnap.inspection.growth import (
     LENGTHS,
     Checked,
@@ -95,7 +94,7 @@ def _of_configuration(config: Mapping[str, Any], name: str, dtype: str | None, e
 
 
 def _of_path(path: Path, dtype: str | None, encoder_rows: int | None, key: bytes | None) -> Growth:
-    if path.is_dir() or (path.suffix == ".json" and path.is_file() and not _is_cache(path)):
+    if os.path.isdir(path) or (path.suffix == ".json" and os.path.isfile(path) and not _is_cache(path)):
         return _of_configuration(read_configuration(path), str(path), dtype, encoder_rows)
     found = formats.format_of(path)
     if found.name != native.NAME:
@@ -191,7 +190,10 @@ def _unflattened(identity: Identity) -> dict[str, Any]:
             inner = inner.setdefault(place, {})
             if not isinstance(inner, dict):
                 return {}
-        inner[last] = json.loads(text)
+        try:
+            inner[last] = json_of(text)
+        except ValueError:  # a file may say anything
+            return {}
     inner = config
     while (inside := next((n for n in INSIDE if isinstance(inner.get(n), dict)), None)) is not None:
         inner = inner[inside]

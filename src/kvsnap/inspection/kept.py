@@ -46,12 +46,13 @@ def layers_kept(settings: Settings, dtype: str, encoder_rows: int | None) -> tup
     types = layer_types(settings)
     shared = min(settings.number("num_kv_shared_layers", 0), len(types))
     first_shared = len(types) - shared
+    last_of = {kind: i for i, kind in enumerate(types[:first_shared])}
     layers: list[LayerGrowth] = []
     count = 0
     for index, kind in enumerate(types):
         shares = None
         if index >= first_shared:
-            shares = next((i for i in range(first_shared - 1, -1, -1) if types[i] == kind), None)
+            shares = last_of.get(kind)
             if shares is None and first_shared:
                 raise InputError(f"layer {index} shares rows, and no layer of its type has any", found=kind)
         made = () if index >= first_shared or kind == "none" else _layer(settings.of_layer(index), kind, index, dtype)
@@ -105,8 +106,7 @@ def _layer(s: Settings, kind: str, index: int, dtype: str) -> tuple[_Made, ...]:
         raise InputError(f"layer {index} has a window that holds nothing", expected="2 or more", found=window)
     parts = _attention(s, kind, dtype, window)
     if kind == "blocks":
-        own = s.get("sparse_attention_config")
-        width = own.get("sparse_index_dim") if isinstance(own, Mapping) else None
+        width = s.inner("sparse_attention_config").maybe("sparse_index_dim")
         return (*parts, _rows("index", width or s.number("index_head_dim"), dtype))
     if kind == "hybrid":
         return (*parts, *_states(s, dtype))
@@ -123,7 +123,7 @@ def _has_index(s: Settings, index: int) -> bool:
     if s.family != "glm_moe_dsa":
         return True
     given = s.get("indexer_types") or s.get("index_topk_pattern")
-    if given:
+    if isinstance(given, Sequence) and given:
         return str(given[index]).upper().startswith("F") if index < len(given) else True
     every, offset = max(1, s.number("index_topk_freq", 1)), s.number("index_skip_topk_offset", 2)
     return max(index - offset + 1, 0) % every == 0
@@ -159,8 +159,7 @@ def _kv_heads(s: Settings, kind: str) -> int:
     if s.family == "gpt_bigcode":
         return 1 if s.get("multi_query") in (None, True) else s.number("heads")
     if s.family == "dbrx":
-        own = s.get("attn_config")
-        return Settings(own, "").number("kv_n_heads", 1) if isinstance(own, Mapping) else 1
+        return s.inner("attn_config").number("kv_n_heads", 1)
     if s.family in _ONE_FOR_EACH or (s.family in DECODERS and s.family != "t5_gemma_module"):
         return s.number("heads")
     of_all = s.maybe("num_global_key_value_heads")
@@ -184,11 +183,9 @@ def _head_dim(s: Settings, kind: str) -> int:
 
 def _compressed(s: Settings, kind: str, dtype: str) -> Iterator[_Made]:
     yield from _attention(s, "sliding", dtype, s.window or 0)
-    rates = s.get("compress_rates")
     long, name = kind == "hca", "compress_rate_hca" if kind == "hca" else "compress_rate_csa"
     full_name = "heavily_compressed_attention" if long else "compressed_sparse_attention"
-    own = Settings(rates, "").maybe(full_name) if isinstance(rates, Mapping) else None
-    group = s.maybe(name) or own or (128 if long else 4)
+    group = s.maybe(name) or s.inner("compress_rates").maybe(full_name) or (128 if long else 4)
     sets = [("compressed", s.number("head_dim"))]
     if not long:
         sets.append(("index", s.number("index_head_dim")))
@@ -234,8 +231,7 @@ def _delta(s: Settings, dtype: str) -> tuple[_Made, ...]:
 
 
 def _kda(s: Settings, dtype: str) -> tuple[_Made, ...]:
-    given = s.get("linear_attn_config")
-    own = Settings(given if isinstance(given, Mapping) else {}, "")
+    own = s.inner("linear_attn_config")
     heads, width = own.number("num_heads", s.number("linear_num_heads")), s.number("linear_head_dim")
     width = own.maybe("head_dim") or width
     taps = own.number("short_conv_kernel_size", s.number("linear_conv_kernel_dim"))

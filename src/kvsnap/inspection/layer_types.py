@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.inspection.families import COMPUTED, EVERY, PATTERNED, STATES
-from kvsnap.inspection.settings import Settings
+from kvsnap.inspection.settings import Settings, checked_count
 
 __all__ = ["layer_types"]
 
@@ -26,15 +26,15 @@ def layer_types(settings: Settings) -> tuple[str, ...]:
     Raise `UnsupportedError` for a type that is not known, `InputError` where there is not one for each layer.
     """
     family = settings.family
-    listed = None if family in COMPUTED else settings.get("layer_types") or settings.get("layers_block_type")
+    listed = None if family in COMPUTED else settings.listed("layer_types") or settings.listed("layers_block_type")
     if family == "nemotron_h" and not listed:
         pattern = str(settings.get("hybrid_override_pattern") or "ME*-")
+        checked_count(len(pattern))
         return tuple(_known(PATTERNED.get(letter), letter, i) for i, letter in enumerate(pattern))
     if listed:
-        if not isinstance(listed, Sequence) or isinstance(listed, str):
-            raise InputError("layer_types is no list", found=str(listed)[:60])
         found = tuple(_known(_TYPES.get(str(t)), t, i) for i, t in enumerate(listed))
         if family == "nemotron_h":
+            checked_count(len(found))
             return found
         count = settings.layers
         if len(found) != count and not (family == "deepseek_v4" and len(found) > count):
@@ -60,7 +60,7 @@ def _unlisted(settings: Settings, count: int) -> tuple[str, ...]:
     if family in EVERY:
         name, every, most, other = EVERY[family]
         given = settings.get(name) if name else None
-        if isinstance(given, str):  # one letter for each layer of a period; the last layer is always full
+        if isinstance(given, str) and given:  # one letter for each layer of a period; the last layer is always full
             last = count - 1
             return tuple("full" if i == last or given[i % len(given)] == "G" else "sliding" for i in range(count))
         every = every if given is None else settings.number(name)
@@ -113,13 +113,13 @@ def _zamba2(_: Settings, i: int, __: int) -> str:
 
 def _named(name: str, inside: str, outside: str) -> Callable[[Settings, int, int], str]:
     def rule(settings: Settings, i: int, _: int) -> str:
-        return inside if i in (settings.get(name) or ()) else outside
+        return inside if i in (settings.numbers(name) or ()) else outside
 
     return rule
 
 
 def _lfm2(settings: Settings, i: int, _: int) -> str:
-    given = settings.get("full_attn_idxs")
+    given = settings.numbers("full_attn_idxs")
     return "full" if given is None or i in given else "linear"
 
 
@@ -128,16 +128,16 @@ def _olmo_hybrid(_: Settings, i: int, count: int) -> str:
 
 
 def _kimi(settings: Settings, i: int, _: int) -> str:
-    own = settings.get("linear_attn_config")
-    if isinstance(own, Mapping) and "full_attn_layers" in own and "kda_layers" in own:
-        return "full" if i + 1 in own["full_attn_layers"] else "linear"  # counted from 1 there
+    own = settings.inner("linear_attn_config")
+    if own.has("full_attn_layers") and own.has("kda_layers"):
+        return "full" if i + 1 in (own.numbers("full_attn_layers") or ()) else "linear"  # counted from 1 there
     return "full" if i and i % 4 == 0 else "linear"
 
 
 def _deepseek_v4(settings: Settings, i: int, _: int) -> str:
     given = settings.get("compress_ratios")
     if isinstance(given, Sequence) and i < len(given):
-        return _known(_RATIOS.get(given[i]), given[i], i)
+        return _known(_RATIOS.get(given[i]) if isinstance(given[i], int) else None, given[i], i)
     return "hca" if i < 2 or i % 2 == 0 else "csa"
 
 

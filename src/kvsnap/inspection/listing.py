@@ -15,6 +15,7 @@ from kvsnap.formats.native.told import piece_of
 from kvsnap.inspection.described import InLibrary, Summary
 from kvsnap.inspection.excerpt import excerpts
 from kvsnap.inspection.summary import summarise
+from kvsnap.inspection.turns import turn_counts
 from kvsnap.library import Branch, Entry, Library
 from kvsnap.library.place import MARKER, SESSIONS, file_id_of
 from kvsnap.results import Result, Table, plain
@@ -139,7 +140,10 @@ def listing(path: str | os.PathLike[str]) -> Listing:
 
 
 def listing_of(library: Library) -> Listing:
-    """List the sessions of an open library, sorted by name. Besides its catalogue the first spans of each are read."""
+    """List the sessions of an open library, sorted by name.
+
+    Besides its catalogue the first spans of each are read, and its commits.
+    """
     return Listing(path=library.path, is_library=True, files=tuple(_session(entry) for entry in library.list()))
 
 
@@ -161,7 +165,7 @@ def _session(entry: Entry) -> Listed:
 def _beginning(path: str) -> tuple[str, int, str, tuple[str, ...]]:
     """Return of a session its first words, the number of its turns, the name of its model, and codecs.
 
-    From its first spans.
+    From its first spans, and from its commits.
     """
     with closing(NativeFile.open(path, mapped=False)) as file:
         said, live = Said(), file.live
@@ -174,7 +178,10 @@ def _beginning(path: str) -> tuple[str, int, str, tuple[str, ...]]:
                 break
         begins = excerpts(said.text, unpack_messages(said.messages))[0]
         names = tuple(codecs.codec_of_id(number).name for number in sorted(ids))
-        return begins, len(live), _name_of(file.metadata), names
+        n_turns = len(live)
+        with suppress(KvsnapError):  # a broken chain of commits: every part is taken for a turn
+            n_turns = turn_counts(file).n_live
+        return begins, n_turns, _name_of(file.metadata), names
 
 
 def _name_of(metadata: Mapping[str, str]) -> str:

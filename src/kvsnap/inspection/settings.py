@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import ChainMap
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, cast
 
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.inspection.families import ALIASES, DECODERS, REFUSED, SWITCHED, USED_NAMES, defaults_of
 
-__all__ = ["INSIDE", "Settings", "text_settings"]
+__all__ = ["INSIDE", "Settings", "checked_count", "text_settings"]
 
 _MOST_LAYERS, _MOST, _MOST_NAME = 65536, 1 << 40, 200
 INSIDE = ("decoder", "generator", "text_config", "llm_config", "language_config", "thinker_config")
@@ -31,6 +32,9 @@ class Settings:
         self._defaults: Mapping[str, int] = found or {}
         self.taken: dict[str, int] = {}
         """Numbers that were asked for, that the configuration leaves out and its family has."""
+        self._numbers: dict[str, frozenset[int]] = {}
+        self._inner: dict[str, Settings] = {}
+        self._of_layers: dict[int, Mapping[str, Any]] | None = None
 
     def has(self, name: str) -> bool:
         """Tell whether the configuration itself has the setting."""
@@ -66,6 +70,29 @@ class Settings:
             )  # fmt: skip
         return int(value)
 
+    def listed(self, name: str) -> Sequence[Any] | None:
+        """Return a setting that is a list, None where there is none. Raise `InputError` for anything else."""
+        found = self.get(name)
+        if found is not None and not isinstance(found, list | tuple):
+            raise InputError(f"{name} is no list", found=str(found)[:60])
+        return found
+
+    def numbers(self, name: str) -> frozenset[int] | None:
+        """Return the numbers in a list, None where there is none. Raise as `listed` does."""
+        if name not in self._numbers:
+            found = self.listed(name)
+            if found is None:
+                return None
+            self._numbers[name] = frozenset(number for number in found if isinstance(number, int))
+        return self._numbers[name]
+
+    def inner(self, name: str) -> Settings:
+        """Return settings that stand in one of these, under no family; empty where there are none."""
+        if name not in self._inner:
+            found = self.get(name)
+            self._inner[name] = Settings(found if isinstance(found, Mapping) else {}, "")
+        return self._inner[name]
+
     def _names(self, name: str) -> tuple[str, ...]:
         if self.family in DECODERS and self.family != "t5_gemma_module":
             of_decoder: Mapping[str, tuple[str, ...]] = _DECODER_NAMES
@@ -77,10 +104,7 @@ class Settings:
     @property
     def layers(self) -> int:
         """Layers with a cache of their own kind. Raise `InputError` for more than 65,536."""
-        found = self.number("layers") * (2 if self.family == "longcat_flash" else 1)
-        if not 0 < found <= _MOST_LAYERS:
-            raise InputError("no such number of layers", expected=f"1 to {_MOST_LAYERS}", found=found)
-        return found
+        return checked_count(self.number("layers") * (2 if self.family == "longcat_flash" else 1))
 
     @property
     def window(self) -> int | None:
@@ -104,13 +128,13 @@ class Settings:
 
     def of_layer(self, index: int) -> Settings:
         """Return the settings of one layer, where the configuration has others for it."""
-        others = self.config.get("per_layer_config")
-        if not isinstance(others, Mapping):
+        if self._of_layers is None:
+            self._of_layers = _by_layer(self.config.get("per_layer_config"))
+        own = self._of_layers.get(index)
+        if own is None:
             return self
-        own = next((v for k, v in others.items() if _is_number(str(k)) and int(k) == index), None)
-        if not isinstance(own, Mapping):
-            return self
-        found = Settings({**self.config, **own}, self.family)
+        both = (cast("MutableMapping[str, Any]", one) for one in (own, self.config))  # only read
+        found = Settings(ChainMap(*both), self.family)
         found.taken = self.taken
         return found
 
@@ -146,6 +170,20 @@ def _family_of(config: Mapping[str, Any]) -> str:
             found=str(found)[:60],
         )  # fmt: skip
     return found
+
+
+def checked_count(count: int) -> int:
+    """Return a number of layers. Raise `InputError` for none, and for more than 65,536."""
+    if not 0 < count <= _MOST_LAYERS:
+        raise InputError("no such number of layers", expected=f"1 to {_MOST_LAYERS}", found=count)
+    return count
+
+
+def _by_layer(others: object) -> dict[int, Mapping[str, Any]]:
+    if not isinstance(others, Mapping):
+        return {}
+    found = [(int(k), v) for k, v in others.items() if _is_number(str(k)) and isinstance(v, Mapping)]
+    return dict(reversed(found))  # the first one of a number counts
 
 
 def _is_number(text: str) -> bool:

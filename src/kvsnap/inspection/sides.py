@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from kvsnap import formats
 from kvsnap.errors import InputError
 from kvsnap.formats import native
+from kvsnap.formats.native.assemble import snapshot_of
 from kvsnap.formats.native.fork import at_commit
 from kvsnap.inspection.besides import numbers_text
 from kvsnap.inspection.differences import (
@@ -47,7 +48,7 @@ def opened(source: Snapshot | str | os.PathLike[str], key: bytes | None, commit:
     elif commit is None:
         snapshot = native.load(path, mmap=True, key=key)
     else:
-        snapshot = at_commit(native.NativeFile.open(path, key=key), commit).snapshot()
+        snapshot = snapshot_of(at_commit(native.NativeFile.open(path, key=key), commit))
     summary = summarise(path, key=key)
     encodings = {name: stored.stored for name, stored in summary.stored.items()} if commit is None else {}
     return snapshot, _side(snapshot, path, found.name, commit, summary.file_bytes, encodings)

@@ -8,6 +8,7 @@ plain text: nothing in it is read as markup or as a formula.
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +120,9 @@ def _draw(picture: Picture, colours: Mapping[str, str], write: Callable[[Any], N
         "svg.fonttype": "none", "svg.hashsalt": "kvsnap", "font.family": "sans-serif", "font.size": 9.5,
         "hatch.linewidth": 0.7, "image.composite_image": False, "axes.unicode_minus": True,
     }  # fmt: skip
-    with mpl.rc_context(settings), uncollected():
+    with mpl.rc_context(settings), uncollected(), warnings.catch_warnings():
+        # Of a name in a script that matplotlib's own font lacks: an SVG is set in a font of its reader.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
         top = _TITLE if titled else 0.0
         figure = Figure(figsize=(WIDTH, _height(picture) + top))
         hover = _DRAWERS[type(picture)](picture, Sheet(figure, colours, top))

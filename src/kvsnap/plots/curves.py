@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from kvsnap.plots.colours import LINES
 from kvsnap.plots.hover import Hover, Mark, Marks, box_of, points_of
-from kvsnap.plots.pictures import Histograms, Lines, number
+from kvsnap.plots.pictures import Floats, Histograms, Lines, number
 from kvsnap.plots.sheet import Sheet
 
 __all__ = ["draw_histograms", "draw_lines", "height_of_histograms"]
@@ -55,11 +56,13 @@ def draw_lines(picture: Lines, sheet: Sheet) -> Callable[[], Hover]:
         )  # fmt: skip
         there = np.isfinite(y)
         kept.append((line.name, x[there], y[there]))
-    if picture.logarithmic_x:
+    some = any(len(y) for _, _, y in kept)  # an axis of powers needs a value
+    if picture.logarithmic_x and some:
         axes.set_xscale("log")
-    if picture.logarithmic_y:
+    if picture.logarithmic_y and some:
         axes.set_yscale("log")
-    elif any(len(y) for _, _, y in kept) and min(float(y.min()) for _, _, y in kept if len(y)) >= 0:
+        _show_decades(axes, [y for _, _, y in kept if len(y)])
+    elif some and min(float(y.min()) for _, _, y in kept if len(y)) >= 0:
         axes.set_ylim(bottom=0)
     _plain_numbers(axes, picture)
     axes.set_xlabel(picture.x)
@@ -94,10 +97,20 @@ def _plain_numbers(axes: Any, picture: Lines) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
 
 
+def _show_decades(axes: Any, lines: list[Floats]) -> None:
+    """Widen a logarithmic axis to whole decades where it would show fewer than two: they alone have labels."""
+    if not lines:
+        return
+    low, high = (math.log10(f(f(y) for y in lines)) for f in (min, max))
+    if math.floor(high) - math.ceil(low) < 1:
+        bottom = math.floor(low)
+        axes.set_ylim(10.0**bottom, 10.0 ** max(math.ceil(high), bottom + 1))
+
+
 def _tick(value: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for size, unit in ((1e9, "G"), (1e6, "M")):
         if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):g}{unit}"
+            return f"{value / size:g}{unit}"
     return f"{value:,.0f}" if value == round(value) else f"{value:g}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,10 @@ SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
 _ACROSS = 16
 """Tokens in a line of a strip."""
 _TICKS = 14
+_CELL = 7 * width_of("x")
+"""What a token in a cell may take at most, in the size of tick labels: in its own, smaller one it fits."""
+_FEW = 4
+"""Numbers beside a logarithmic scale, at the least."""
 _SCALE_ROOM = 1.1
 """Inches for the scale of colours and its label."""
 
@@ -110,12 +115,30 @@ def draw_heat(picture: HeatMap, sheet: Sheet) -> Callable[[], Hover]:
 
 def scale_of(sheet: Sheet, axes: Any, image: Any, text: str) -> None:
     """Add the scale of colours at the right."""
+    from matplotlib.colors import LogNorm  # noqa: PLC0415 # an extra
+
     place = axes.get_position()
     beside = sheet.figure.add_axes((place.x1 + 0.1 / WIDTH, place.y0, 0.16 / WIDTH, place.height))
     bar = sheet.figure.colorbar(image, cax=beside)
+    if isinstance(image.norm, LogNorm):
+        ticks = _log_ticks(float(bar.vmin), float(bar.vmax))
+        bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
+        bar.minorticks_off()
     bar.outline.set_visible(False)
     bar.set_label(text, color=sheet.ink)
     bar.ax.tick_params(colors=sheet.ink, which="both")
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers between the ends of a logarithmic scale: powers of ten, and others where these are few."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8)):
+        ticks = [float(f"{step}e{decade}") for decade in decades for step in steps]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) >= _FEW:
+            break
+    return ticks if len(ticks) > 1 else [low, high]
 
 
 def draw_strip(picture: Strip, sheet: Sheet) -> Callable[[], Hover]:
@@ -142,7 +165,7 @@ def draw_strip(picture: Strip, sheet: Sheet) -> Callable[[], Hover]:
         dark = known and 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.18
         # Not quite black: that is left out of an SVG as its default, and a page's default is the colour of its text.
         ink = ("#ffffff" if dark else "#000001") if known else sheet.ink
-        axes.text(column + 0.5, line + 0.52, _short(token), ha="center", va="center", fontsize=7, color=ink,
+        axes.text(column + 0.5, line + 0.52, _short(token), ha="center", va="center", fontsize=6.5, color=ink,
                          parse_math=False)  # fmt: skip
     axes.set_xlim(0, _ACROSS)
     axes.set_ylim(n_lines, 0)
@@ -167,4 +190,8 @@ def draw_strip(picture: Strip, sheet: Sheet) -> Callable[[], Hover]:
 
 
 def _short(token: str) -> str:
-    return token if len(token) <= 8 else f"{token[:7]}…"
+    """Return a token without the blanks around it, cut to the width of a cell."""
+    kept = token = token.strip(" ") or token
+    while width_of(kept if kept == token else f"{kept}…") > _CELL and len(kept) > 1:
+        kept = kept[:-1]
+    return kept if kept == token else f"{kept}…"

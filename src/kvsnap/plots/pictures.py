@@ -47,7 +47,8 @@ class Bars:
     """Horizontal bars: name to (value, text beside it). `colours` are numbers 1 to 3, one for each bar.
 
     On a logarithmic axis a value of 0, or one far below the first band, has a text and no bar. `bands` are (end, word):
-    what values up to there are called, the first band from the left edge on; the last one may end at infinity.
+    what values up to there are called, the first band from the left edge on; the last one may end at infinity. No value
+    can be beyond `most` (100 %), so that the axis is labelled up to there.
     """
 
     title: str
@@ -56,6 +57,7 @@ class Bars:
     colours: Sequence[int]
     logarithmic: bool = False
     bands: tuple[tuple[float, str], ...] = ()
+    most: float = float("inf")
 
     def table(self) -> Table:
         """Return name, value and text of each bar."""

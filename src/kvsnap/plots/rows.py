@@ -76,6 +76,8 @@ def draw_bars(picture: Bars, sheet: Sheet) -> Callable[[], Hover]:
     for place, (end, (_, text)) in enumerate(zip(ends, picture.values.values(), strict=True)):
         _beside(axes, text, end, place, sheet)
     _open(axes, len(names), sheet, picture.axis)
+    if not math.isinf(picture.most):
+        axes.set_xticks([tick for tick in axes.get_xticks() if tick <= picture.most])
     _bands(axes, picture, sheet)
 
     def hover() -> Hover:

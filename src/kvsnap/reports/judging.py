@@ -175,7 +175,8 @@ def _agreement(quality: Quality) -> Card | None:
     if not bars:
         return None
     text = "Places with the same most probable token; top-5 is the mean part of the five most probable ones."
-    picture = Bars("Top-1 agreement", "% of places with the same most probable token", bars, (1,) * len(bars))
+    axis = "% of places with the same most probable token"
+    picture = Bars("Top-1 agreement", axis, bars, (1,) * len(bars), most=100)
     return Card("Agreement", (Figure("quality-agreement", picture, text),))
 
 

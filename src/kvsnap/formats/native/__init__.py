@@ -7,6 +7,7 @@ import os
 from kvsnap import codecs
 from kvsnap.errors import DamagedError, FormatError, InputError
 from kvsnap.files import Reader, replacing
+from kvsnap.formats.native.assemble import snapshot_of
 from kvsnap.formats.native.closed import verify_closed
 from kvsnap.formats.native.live import check_whole
 from kvsnap.formats.native.read import BytesReader, NativeFile
@@ -90,7 +91,7 @@ def load(path: str | os.PathLike[str], *, mmap: bool = True, key: bytes | None =
     """
     file = NativeFile.open(path, mapped=mmap, key=key)
     check_whole(file)
-    return file.snapshot()
+    return snapshot_of(file)
 
 
 def loads(data: bytes | bytearray | memoryview, *, key: bytes | None = None) -> Snapshot:
@@ -99,4 +100,4 @@ def loads(data: bytes | bytearray | memoryview, *, key: bytes | None = None) -> 
         raise InputError("no bytes to load a snapshot from")
     file = NativeFile(BytesReader(data), key=key)
     check_whole(file)
-    return file.snapshot()
+    return snapshot_of(file)

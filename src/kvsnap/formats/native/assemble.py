@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvsnap.errors import FormatError
 from kvsnap.formats.native.columns import Columns, JoinedSource
+from kvsnap.formats.native.cut import Cut
+from kvsnap.formats.native.read import NativeFile, Span
 from kvsnap.formats.native.said import Said, parse_said, unpack_messages
 from kvsnap.formats.native.sources import Sizes
-from kvsnap.layout import Snapshot, Tensor, cut_positions, cut_runs, join_positions, join_runs
+from kvsnap.layout import (
+    PositionRun,
+    Run,
+    SamplerState,
+    Snapshot,
+    Tensor,
+    cut_positions,
+    cut_runs,
+    join_positions,
+    join_runs,
+)
 from kvsnap.records import Kind
 from kvsnap.tensors import OF_NO_LAYER, Source, TensorSpec, numpy_dtype
-
-if TYPE_CHECKING:
-    from kvsnap.formats.native.live import Cut
-    from kvsnap.formats.native.read import NativeFile, Span
-    from kvsnap.layout import PositionRun, Run, SamplerState
 
 __all__ = ["bound_of", "snapshot_of"]
 

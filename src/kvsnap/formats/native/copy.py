@@ -10,6 +10,7 @@ from typing import Any
 
 from kvsnap.errors import InputError
 from kvsnap.files import Appender, Writer, replacing
+from kvsnap.formats.native.assemble import snapshot_of
 from kvsnap.formats.native.base import session_file_name
 from kvsnap.formats.native.fork import at_commit, cut_at
 from kvsnap.formats.native.journal import Journal
@@ -66,7 +67,7 @@ def copy_session(
             check_whole(origin)
         history = history_of(origin, cut)
         if n_tokens is None:
-            origin.snapshot()  # rows that do not add up are refused here too
+            snapshot_of(origin)  # rows that do not add up are refused here too
         with replacing(path, new=True) as writer:
             header, footer = write_history(history, writer, progress=progress)
     return CopyReport(
@@ -89,7 +90,7 @@ def write_compacted(
     """Write the live history of an open session as a file of its own, with the states of the last `states` turns."""
     check_whole(file)
     history = with_states(history_of(file), states)
-    file.snapshot()  # rows that do not add up are refused here too
+    snapshot_of(file)  # rows that do not add up are refused here too
     header, footer = write_history(history, writer, progress=progress)
     return history, header, footer
 

@@ -11,7 +11,8 @@ from typing import Any
 from kvsnap.errors import InputError, MissingError, UnsupportedError
 from kvsnap.files import absolute, sync_file, write_whole
 from kvsnap.formats.native.base import MAX_DEPTH, Base, session_file_name
-from kvsnap.formats.native.live import Cut, check_whole, cut_live, ends_of
+from kvsnap.formats.native.cut import Cut
+from kvsnap.formats.native.live import check_whole, cut_live, ends_of
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.tables import Commit, Operation
 from kvsnap.formats.native.turns import walk

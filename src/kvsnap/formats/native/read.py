@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from kvsnap.errors import DamagedError, FormatError, InputError, MissingError
 from kvsnap.files import Reader
 from kvsnap.formats.native import schema
-from kvsnap.formats.native.assemble import snapshot_of
 from kvsnap.formats.native.base import (
     Base,
     check_parent,
@@ -37,7 +36,7 @@ from kvsnap.formats.native.tables import (
 )
 from kvsnap.formats.native.vault import open_vault
 from kvsnap.identity import Identity
-from kvsnap.layout import Shard, Snapshot, Tensor
+from kvsnap.layout import Shard, Tensor
 from kvsnap.records import (
     FORKED,
     HEADER_SIZE,
@@ -306,10 +305,6 @@ class NativeFile:
             source = PartSource(file.content, sizes, part, payload, mapped=file.mapped)
             tensors[part.tensor] = Tensor(source.spec, source, n_rows=part.n_rows, bound=part.bound)
         return tensors, schema.parse_sampler(table.meta, file.path, payload)
-
-    def snapshot(self) -> Snapshot:
-        """Return everything as a snapshot. Tensor bytes are read, and checked, when they are first used."""
-        return snapshot_of(self)
 
 
 def spans_of(live: Iterable[tuple[NativeFile, Entry]]) -> Iterator[Span]:

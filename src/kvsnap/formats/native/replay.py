@@ -15,7 +15,8 @@ import xxhash
 
 from kvsnap.errors import DamagedError, FormatError, InputError
 from kvsnap.formats.native import schema
-from kvsnap.formats.native.live import Cut, position_after
+from kvsnap.formats.native.cut import Cut
+from kvsnap.formats.native.live import position_after
 from kvsnap.formats.native.read import NativeFile, Span, spans_of
 from kvsnap.formats.native.said import pack_said, parse_said
 from kvsnap.formats.native.sources import PartSource, Sizes

@@ -16,7 +16,7 @@ import xxhash
 from kvsnap import codecs
 from kvsnap.errors import DamagedError, FormatError, KvsnapError, UnsupportedError, VersionError
 from kvsnap.formats.native import schema
-from kvsnap.formats.native.live import Cut, Live
+from kvsnap.formats.native.cut import Cut, Live
 from kvsnap.formats.native.mend import Mended
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.replay import History, history_of

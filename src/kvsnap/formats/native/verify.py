@@ -19,6 +19,7 @@ from kvsnap.errors import (
     UnsupportedError,
     VersionError,
 )
+from kvsnap.formats.native.assemble import snapshot_of
 from kvsnap.formats.native.base import parse_base
 from kvsnap.formats.native.read import NativeFile
 from kvsnap.formats.native.sources import PartSource, Sizes
@@ -332,7 +333,7 @@ def verify_file(file: NativeFile, progress: Progress | None = None) -> VerifyRep
     try:
         for _ in file.spans():
             pass
-        file.snapshot()
+        snapshot_of(file)
     except VersionError:
         raise
     except (DamagedError, FormatError, MissingError) as error:

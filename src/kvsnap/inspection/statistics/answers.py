@@ -292,8 +292,9 @@ class Statistics(Result):
         rows: list[tuple[int | float | str | None, ...]] = []
         for c in self.channels:
             for head, (rms, peak, mean) in enumerate(zip(c.rms, c.peak, c.mean, strict=True)):
-                middle = float(np.median(rms)) if len(rms) else 0.0
-                ratios = rms / middle if middle > 0 else np.full(len(rms), np.nan)
+                wide = rms.astype(np.float64)  # the mean of two values near the end of float32 is beyond it on the way
+                middle = float(np.median(wide)) if len(wide) else 0.0
+                ratios = wide / middle if middle > 0 else np.full(len(wide), np.nan)
                 for channel, values in enumerate(zip(rms, peak, mean, ratios, strict=True)):
                     rows.append((c.layer, c.role, c.first_head + head, channel, *(_or_none(v) for v in values)))
         return Table("channels", ("layer", "role", "head", "channel", "rms", "peak", "mean", "ratio"), tuple(rows))
