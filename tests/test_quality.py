@@ -20,9 +20,9 @@ pytest.importorskip("transformers")
 import kvsnap  # noqa: E402 - after the extras are known to be there
 from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.errors import CompatibilityError, ContextError, InputError, UnsupportedError  # noqa: E402
-from kvsnap.inspection import divergence  # noqa: E402
-from kvsnap.inspection.divergence import apart, joined, predicted  # noqa: E402
-from kvsnap.inspection.effects import Named, effect_of, verdict_of  # noqa: E402
+from kvsnap.inspection.quality import divergence  # noqa: E402
+from kvsnap.inspection.quality.answers import Named, effect_of, verdict_of  # noqa: E402
+from kvsnap.inspection.quality.divergence import apart, joined, predicted  # noqa: E402
 from kvsnap.layout import PositionRun, Snapshot, Tensor, numpy_dtype  # noqa: E402
 from tiny_models import PROMPT, ByteTokenizer, tiny_llama, tiny_model  # noqa: E402
 
@@ -338,7 +338,7 @@ def test_what_cannot_be_asked(stored: Snapshot, monkeypatch: pytest.MonkeyPatch)
     )
     assert taken.others[0].verdict == "identical"
     assert any(note.startswith("accepted: weights") for note in taken.notes)
-    monkeypatch.setattr("kvsnap.inspection.quality.MOST_BYTES", 4 * 256 * 10)
+    monkeypatch.setattr("kvsnap.inspection.quality.judging.MOST_BYTES", 4 * 256 * 10)
     with pytest.raises(InputError, match="at most 10 places"):
         kvsnap.quality(stored, stored, engine, continuation=TEXT)
     assert engine.tokens == ()
