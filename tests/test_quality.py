@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,18 +25,10 @@ from kvsnap.inspection.quality.divergence import apart, joined, predicted  # noq
 from kvsnap.layout import PositionRun, Snapshot, Tensor, numpy_dtype  # noqa: E402
 from tiny_models import PROMPT, ByteTokenizer, tiny_llama, tiny_model  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TEXT = list(b" The text behind it is judged, place by place.")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny(**changes: Any) -> Any:
