@@ -381,6 +381,40 @@ def test_parts_published_on_the_way_are_no_turns_in_cat_and_ls(tmp_path: Path, s
     assert (found.n_live, found.n_on_the_way, found.n_inherited) == (3, 3, 2)
 
 
+def test_an_answer_that_is_given_once_more_is_no_turn_of_its_own(tmp_path: Path, shown: Shown) -> None:
+    path = tmp_path / "a.kvsnap"
+    with Session.open(path) as session:
+        publish(session, ("prompt", 2), ("generated", 2), stop="end")
+        publish(session, ("prompt", 2), ("generated", 2), ("prompt", 4), stop="unfinished")
+        publish(session, ("prompt", 2), ("generated", 2), ("prompt", 4), ("generated", 3), stop="end")
+        again = replace(
+            snapshot(tuple(range(10)), metadata={"stop": "end"}, text=ascii_lowercase[:10]),
+            runs=(Run("prompt", 2), Run("generated", 2), Run("prompt", 4), Run("generated", 2)),
+        )  # fmt: skip
+        session.append(again, after=7)  # the last token of the prompt is read again
+    turns = kvsnap.inspect(path).turns
+    assert turns is not None
+    assert (turns.n_live, turns.n_complete, turns.n_on_the_way, turns.n_cut_off, turns.n_dropped) == (2, 2, 1, 0, 1)
+    assert (
+        "2 (2 complete, 0 cut off) and 1 part published on the way; 1 more was cut away since"
+        in (shown("info", path)[1])
+    )
+    assert [t["text"] for t in json_of(shown, "cat", path, "--turns")["turns"]] == ["abcd", "efghij"]
+
+
+def test_a_turn_that_was_cut_inside_does_not_hide_the_others(tmp_path: Path, shown: Shown) -> None:
+    path = tmp_path / "a.kvsnap"
+    with Session.open(path) as session:
+        publish(session, ("prompt", 2), ("generated", 2), stop="end")
+        publish(session, ("prompt", 2), ("generated", 2), ("prompt", 4), ("generated", 3), stop="end")
+        session.truncate(6)
+        publish(session, ("prompt", 2), ("generated", 2), ("prompt", 2), ("prompt", 1), stop="end")
+        publish(session, ("prompt", 2), ("generated", 2), ("prompt", 3), ("generated", 1), stop="end")
+    turns = json_of(shown, "cat", path, "--turns")["turns"]
+    # Of the third one the file keeps all text up to its end: that is not what it added.
+    assert [(t["stop"], t["text"]) for t in turns] == [(4, "abcd"), (6, None), (7, None), (8, "h")]
+
+
 def test_where_the_chain_of_commits_is_broken_each_part_is_told_by_itself(tmp_path: Path, shown: Shown) -> None:
     path = tmp_path / "a.kvsnap"
     with Session.open(path) as session:

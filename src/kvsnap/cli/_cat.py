@@ -13,7 +13,7 @@ import click
 import kvsnap
 from kvsnap import formats
 from kvsnap.cli._keys import Keys, key_options
-from kvsnap.cli._names import library_option, named
+from kvsnap.cli._names import library_option, named, shown
 from kvsnap.cli._output import count, emit, examples, json_option, remark, say
 from kvsnap.errors import InputError
 from kvsnap.formats.native import NAME
@@ -67,7 +67,10 @@ def cat(
     if as_messages and not as_json:
         _print_messages(snapshot, file)
     elif by_turns:
-        _print_turns(_turns(snapshot, file, key), detokenize, file, as_tokens=as_tokens, as_json=as_json)
+        turns = _turns(snapshot, file, key)
+        if detokenize is None and not as_tokens and any(turn.text is None for turn in turns):
+            detokenize = _recorded(snapshot, file)
+        _print_turns(turns, detokenize, file, as_tokens=as_tokens, as_json=as_json)
     else:
         wanted = "prompt" if prompt_only else "generated" if generated_only else ""
         _print_runs(snapshot, wanted, detokenize, file, as_tokens=as_tokens, as_json=as_json)
@@ -174,6 +177,13 @@ def _detokenizer(model: str | None, snapshot: Snapshot, file: str) -> Detokenize
         return detokenize(loaded(), ids)
 
     return made
+
+
+def _recorded(snapshot: Snapshot, file: str) -> Detokenize | None:
+    """Return what makes text of a turn whose text is not stored, by the tokenizer that made the file; None without."""
+    from kvsnap.cli._model import recorded_decoder
+
+    return recorded_decoder(shown(file), snapshot.metadata, snapshot.identity)
 
 
 def _check(tokenizer: Any, model: str, snapshot: Snapshot, file: str) -> None:

@@ -229,9 +229,10 @@ def _turns_text(s: Summary) -> str:
     t = s.turns
     assert t is not None  # noqa: S101 # the caller looked
     told = f"{t.n_live:,} ({t.n_complete:,} complete, {t.n_cut_off:,} cut off)"
-    told += f" and {count(t.n_on_the_way, 'part')} published on the way" if t.n_on_the_way else ""
     told += f", {t.n_inherited:,} of them of its parents" if t.n_inherited else ""
-    told += f"; {t.n_dropped:,} more were cut away since" if t.n_dropped else ""
+    told += "," if t.n_inherited and t.n_on_the_way else ""
+    told += f" and {count(t.n_on_the_way, 'part')} published on the way" if t.n_on_the_way else ""
+    told += f"; {t.n_dropped:,} more {'was' if t.n_dropped == 1 else 'were'} cut away since" if t.n_dropped else ""
     if t.last_operation != "append":
         return f"{told}; last came a {t.last_operation}"
     return f"{told}; last one: {STOPS[t.last_stop]}" if t.last_stop in STOPS else told

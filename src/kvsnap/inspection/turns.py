@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from kvsnap.errors import DamagedError, FormatError
 from kvsnap.formats.native import NativeFile
-from kvsnap.formats.native.tables import Commit, Operation
-from kvsnap.formats.native.told import has_prompt, piece_of, stop_of
+from kvsnap.formats.native.said import Said
+from kvsnap.formats.native.tables import Commit, Entry, Operation
+from kvsnap.formats.native.told import goes_on, piece_of, stop_of
 from kvsnap.formats.native.turns import walk
 from kvsnap.inspection.described import TurnCounts
 from kvsnap.layout import CUT_OFF, UNFINISHED
@@ -45,20 +46,27 @@ def turn_texts(path: str | os.PathLike[str], key: bytes | None = None) -> tuple[
         with suppress(DamagedError, FormatError):
             parts = {(where, span) for where, told in _stretches(file) for span in told.parts}
         ids: list[int] = []
-        said: list[str | None] = []
+        before = said = Said()
         start = 0
         for span in file.spans():
             ids += span.table.tokens[: span.entry.n_tokens].tolist()
-            piece = piece_of(span).text
-            said.append(None if piece is None else piece[1])
+            said = said.add(piece_of(span))
             if (span.file, span.entry.span) in parts:
                 continue
-            texts = [one for one in said if one is not None]
-            text = "".join(texts) if len(texts) == len(said) else None
-            stop = start + len(ids)
+            stop, text = start + len(ids), _added(before.text, said.text)
             found.append(TurnText(number=len(found) + 1, start=start, stop=stop, tokens=tuple(ids), text=text))
-            start, ids, said = stop, [], []
+            start, ids, before = stop, [], said
     return tuple(found)
+
+
+def _added(before: str | None, text: str | None) -> str | None:
+    """Return what a turn added to the text before it; None where one of the two is not stored."""
+    if before is None or text is None:
+        return None
+    if text.startswith(before):
+        return text[len(before) :]
+    # The last character may have been half of one before: its missing bytes change it.
+    return text[len(os.path.commonprefix([before, text])) :]  # noqa: RUF071 # characters are meant
 
 
 def turn_counts(file: NativeFile) -> TurnCounts:
@@ -93,21 +101,24 @@ def _stretches(file: NativeFile) -> Iterator[tuple[NativeFile, _Stretch]]:
         n_live = len(file.live)
         yield file, _Stretch(n_live, n_live * _is_whole(file, file.commit))
         return
-    for where, entries in file.stretches:
-        yield where, _told(where, [entry.span for entry in entries])
+    stretches = file.stretches
+    for number, (where, entries) in enumerate(stretches):
+        behind = next(((later, spans[0]) for later, spans in stretches[number + 1 :] if spans), None)
+        yield where, _told(where, entries, behind)
 
 
 def _is_whole(file: NativeFile, commit: Commit) -> bool:
     return commit.complete and stop_of(file, commit) not in CUT_OFF
 
 
-def _told(file: NativeFile, live: list[int]) -> _Stretch:
-    """Return what became of all that a file appended; `live` are the offsets of its live spans."""
+def _told(file: NativeFile, entries: tuple[Entry, ...], behind: tuple[NativeFile, Entry] | None) -> _Stretch:
+    """Return what became of all that a file appended; `entries` are its live ones, `behind` is the one after them."""
+    live = [entry.span for entry in entries]
     complete = gone = 0
     parts = set()
     later = 0  # the SPAN of the commit behind, if that appended and is live; 0: not
     for commit, offset in walk(file.commit, file.end.footer.commit_offset, file.header, file.reader):
-        behind, later = later, 0
+        appended, later = later, 0
         if commit.operation not in (Operation.APPEND, Operation.SEAL):
             continue
         place = bisect_left(live, commit.previous)  # its SPAN stands between the commit before and this one
@@ -115,8 +126,11 @@ def _told(file: NativeFile, live: list[int]) -> _Stretch:
             gone += 1
             continue
         later = live[place]
-        if _is_whole(file, commit):
-            complete += 1
-        elif behind and stop_of(file, commit) == UNFINISHED and not has_prompt(file, behind):
+        follows = (file, entries[place + 1]) if place + 1 < len(live) else behind
+        unfinished = stop_of(file, commit) == UNFINISHED
+        replaced = follows is not None and follows[1].span != appended
+        if follows and (unfinished or replaced) and goes_on(file, entries[place], *follows, unfinished=unfinished):
             parts.add(later)
+        elif _is_whole(file, commit):
+            complete += 1
     return _Stretch(len(live), complete, frozenset(parts), gone)

@@ -16,7 +16,7 @@ from kvsnap.formats.native.tables import Commit, Entry, Operation, Part
 from kvsnap.layout import Snapshot
 from kvsnap.records import RECORD_SIZE, Kind
 
-__all__ = ["Told", "has_prompt", "piece_of", "state_parts", "stop_of", "told_of"]
+__all__ = ["Told", "goes_on", "piece_of", "state_parts", "stop_of", "told_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,15 @@ def stop_of(file: NativeFile, commit: Commit) -> str:
     return ""
 
 
-def has_prompt(file: NativeFile, offset: int) -> bool:
-    """Tell whether a SPAN begins with tokens of a prompt: then a turn begins with it, and what was before was left."""
-    runs = file.table_at(offset, Kind.SPAN)[0].runs
-    return bool(runs) and runs[0].kind == "prompt"
+def goes_on(file: NativeFile, entry: Entry, where: NativeFile, behind: Entry, *, unfinished: bool) -> bool:
+    """Tell whether the turn of an entry goes on in the one behind it, and does not end there or was left.
+
+    An answer that is given once more reads the end of its prompt again: it begins with ids that were cut off for it.
+    """
+    table = where.table_at(behind.span, Kind.SPAN)[0]
+    n_prompt = table.runs[0].count if table.runs and table.runs[0].kind == "prompt" else 0
+    if not n_prompt:
+        return unfinished
+    own = file.table_at(entry.span, Kind.SPAN)[0].tokens
+    cut = own[entry.n_tokens : entry.n_tokens + n_prompt]
+    return len(table.runs) > 1 and cut.tolist() == table.tokens[:n_prompt].tolist()
