@@ -177,6 +177,10 @@ def test_what_no_engine_captures_is_refused_by_name(family: str) -> None:
         kvsnap.growth(settings_of(build(family)))
 
 
+def test_each_family_has_defaults_once() -> None:
+    assert len(set(known_families())) == len(known_families())
+
+
 @pytest.mark.parametrize("family", known_families())
 def test_what_a_configuration_leaves_out_is_as_the_family_has_it(family: str) -> None:
     if family not in CONFIG_MAPPING_NAMES:
