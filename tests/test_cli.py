@@ -162,6 +162,20 @@ def test_a_bug_is_1_and_asks_for_a_report(kv: Call, sealed: Path, monkeypatch: p
     assert "Traceback" in kv("info", sealed).err
 
 
+def test_an_interrupt_while_the_command_is_loaded_is_130_too() -> None:
+    program = """
+import runpy, sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "kvsnap.cli._report":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+runpy.run_module("kvsnap", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "kvsnap: interrupted\n")
+
+
 def test_an_interrupt_is_130(kv: Call, sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(path: str, **_: object) -> None:
         raise KeyboardInterrupt

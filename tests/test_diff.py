@@ -20,7 +20,7 @@ import kvsnap
 import synthetic
 from kvsnap import Diff, diff
 from kvsnap.errors import DamagedError, InputError, MissingError
-from kvsnap.inspection.alignment import same_runs
+from kvsnap.inspection.diff.alignment import same_runs
 from kvsnap.inspection.similarity import cka_between, gram
 from kvsnap.layout import (
     Layer,

@@ -23,9 +23,9 @@ from kvsnap.cli import run  # noqa: E402
 from kvsnap.engines._tf_shapes import shapes_of  # noqa: E402
 from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.errors import InputError, UnsupportedError  # noqa: E402
-from kvsnap.inspection.configuration import configured  # noqa: E402
-from kvsnap.inspection.families import STATES, known_families  # noqa: E402
-from kvsnap.inspection.growing import compared  # noqa: E402
+from kvsnap.inspection.growth.configuration import configured  # noqa: E402
+from kvsnap.inspection.growth.families import STATES, known_families  # noqa: E402
+from kvsnap.inspection.growth.growing import compared  # noqa: E402
 from latent_models import FAMILIES as LATENT  # noqa: E402
 from latent_models import latent_model  # noqa: E402
 from tiny_models import save_tiny  # noqa: E402
@@ -175,6 +175,10 @@ def test_decoders_with_an_encoder(family: str) -> None:
 def test_what_no_engine_captures_is_refused_by_name(family: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{family} keeps"):
         kvsnap.growth(settings_of(build(family)))
+
+
+def test_each_family_has_defaults_once() -> None:
+    assert len(set(known_families())) == len(known_families())
 
 
 @pytest.mark.parametrize("family", known_families())

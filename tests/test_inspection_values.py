@@ -86,7 +86,6 @@ def test_rows_of_windows_and_compressed_rows_know_where_they_stand() -> None:
     assert (found["recurrent"].n_heads, found["recurrent"].n_rows, found["recurrent"].dim) == (3, 5, 7)
     np.testing.assert_array_equal(found["recurrent"].values(), counted)
     assert not found["recurrent"].grows
-    assert "recurrent" not in {r.role for r in head_rows(replace(base, layers=(layer,)), states=False)}
 
 
 def test_the_slab_is_measured_and_not_the_heads_beside_it() -> None:

@@ -30,7 +30,7 @@ from kvsnap.plots import (
     png,
     svg_file,
 )
-from kvsnap.plots.hover import quantised
+from kvsnap.plots.hover import rounded
 from kvsnap.plots.matrices import norm_of
 
 NASTY = '</svg><script>alert("1")</script> $x_{1}$ & \\frac{1}{2} $'
@@ -137,7 +137,7 @@ def test_values_of_a_grid_have_four_digits_and_gaps_are_none() -> None:
     values = np.array([[1.23456, np.nan, np.inf, -np.inf, 123456.7, 0.0]])
     data = drawn(HeatMap(title="t", x="x", y="y", scale="s", values=values)).hover.to_dict()
     assert data["values"] == [1.235, None, "infinite", "minus infinite", 123500, 0]
-    assert quantised(2.0) == 2
+    assert rounded(2.0) == 2
 
 
 def test_texts_of_a_row_share_their_beginning_and_lose_nothing() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,25 @@ def test_golden_files_of_any_format_are_reported(name: str, monkeypatch: pytest.
                 assert value == pytest.approx(np.linalg.norm(good, axis=-1).mean(), rel=2e-3)
             else:
                 assert value is None
+
+
+def test_ids_of_the_last_rows_stand_at_those_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch, "Tokens by")
+    path = DATA / "mlxkv" / "v6_sliding_window.mlxkv"
+    kvsnap.report(path, "r.html")
+    taken, page = kvsnap.load(path), page_of()
+    assert (taken.n_rows, len(taken.tokens)) == (42, 5)
+    for role in "kv":
+        norms: list[list[float]] = [[] for _ in range(5)]
+        for tensor in taken.tensors():
+            if tensor.role == role:
+                for row, values in enumerate(np.moveaxis(tensor.array, 1, 0), tensor.start - 37):
+                    norms[row] += np.linalg.norm(values, axis=-1).tolist()
+        (line,) = page.figure(f"tokens-{role}-37")["rows"]
+        told = [(line["lead"] + mark[4]).split(": ") for mark in line["marks"]]
+        assert [name for name, _ in told] == [f"position {37 + i}, {token}" for i, token in enumerate(taken.tokens)]
+        assert [float(value) for _, value in told] == pytest.approx([np.mean(n) for n in norms], rel=1e-3)
+    assert "The file has the ids of the last 5 rows only." in page.text
 
 
 def test_several_files_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +298,27 @@ def test_pictures_that_are_there_are_replaced_only_when_that_is_allowed() -> Non
     assert not Path("r.html").exists()  # refused before anything is written
     kvsnap.report_answer(grown, figures="pictures", overwrite=True)
     assert Path("pictures/growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_that_appears_meanwhile_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch)
+    kvsnap.save(snapshot(range(1, 9)), "a.kvsnap")
+    page, picture = Path("r.html"), Path("pictures/sizes.svg")
+    with pytest.raises(InputError, match="the name is taken"):
+        kvsnap.report("a.kvsnap", page, progress=lambda *_: page.write_text("of someone else") and None)
+    assert page.read_text() == "of someone else"
+
+    def svg(_: Any) -> bytes:
+        picture.parent.mkdir(exist_ok=True)
+        picture.write_text("of someone else")
+        return b"<svg></svg>"
+
+    monkeypatch.setattr("kvsnap.reporting.svg_file", svg)
+    with pytest.raises(InputError, match="the name is taken"):
+        kvsnap.report("a.kvsnap", "s.html", figures="pictures", figure_format="svg")
+    assert picture.read_text() == "of someone else"
+    kvsnap.report("a.kvsnap", page, figures="pictures", figure_format="svg", overwrite=True)
+    assert page.read_text().startswith("<!doctype html>")
 
 
 def test_a_comparison_is_of_the_commits_that_the_page_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,3 +486,16 @@ def test_a_page_of_smollm2_stays_under_three_megabytes(tmp_path: Path) -> None:
     made = kvsnap.report(tmp_path / "s.kvsnap", tmp_path / "r.html", detokenize=engine.detokenize)
     assert made.nbytes < 3_000_000
     assert len(made.figures) > 15
+
+
+def test_lines_of_growth_that_are_not_drawn_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch)
+    config = json.loads((DATA / "configs" / "SmolLM2-135M.json").read_text())
+    several = [kvsnap.growth({**config, "num_hidden_layers": n}) for n in range(1, 9)]
+    reporting.report_answer([replace(one, source=f"model {n}") for n, one in enumerate(several, 1)], "r.html")
+    left = "Not drawn, as there are more lines than can be told apart: "
+    assert f"{left}model 7, model 8." in page_of().text
+    mixed = kvsnap.growth({"model_type": "deepseek_v4"})
+    assert mixed.kinds == ("window", "compressed", "index")
+    reporting.report_answer(mixed, "mixed.html")
+    assert f"{left}index." in page_of("mixed.html").text

@@ -691,3 +691,12 @@ def test_what_is_too_wide_has_no_principal_components_and_what_is_empty_is_left_
 def test_a_table_of_something_else_is_refused() -> None:
     with pytest.raises(InputError):
         statistics(synthetic.tiny()).table("token")
+
+
+def test_heads_of_one_layer_that_hold_other_rows_than_each_other_are_told_without_sinks() -> None:
+    made = synthetic.snapshot_of_kinds(range(1, 41), ["grow+window8", "grow"])
+    found = statistics(made)
+    assert [(h.layer, h.role, h.head, h.n_rows) for h in found.heads if h.role == "v"] == [
+        (0, "v", 0, 40), (0, "v", 1, 40), (0, "v", 2, 7), (0, "v", 3, 7), (1, "v", 0, 40), (1, "v", 1, 40),
+    ]  # fmt: skip
+    assert found.sinks == statistics(made, layers=[1]).sinks

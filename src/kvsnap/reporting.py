@@ -12,11 +12,11 @@ from kvsnap.errors import ConflictError, ExtraMissingError, InputError, KvsnapEr
 from kvsnap.files import make_directory, write_whole
 from kvsnap.filing import inspect, load
 from kvsnap.formats.native import NAME
-from kvsnap.inspection.comparing import diff
 from kvsnap.inspection.described import Summary
+from kvsnap.inspection.diff.comparing import diff
 from kvsnap.inspection.exporting import refuse_cache
-from kvsnap.inspection.growing import growth
-from kvsnap.inspection.growth import Growth
+from kvsnap.inspection.growth.answers import Growth
+from kvsnap.inspection.growth.growing import growth
 from kvsnap.inspection.statistics import statistics
 from kvsnap.layout import Snapshot
 from kvsnap.library import Library
@@ -174,7 +174,7 @@ def report(
     head = title or (f"Report of {visible(shown[0])}" if len(shown) == 1 else f"Report of {len(shown)} files")
     n_tokens = sum(t.summary.n_tokens for t in told)
     lead = f"{count(n_tokens, 'token')} in {count(len(told), 'file')}, kvsnap {__version__}"
-    page = Page(head, lead, tuple(groups), foot="", notes=(text_note(with_text=text),))
+    page = Page(head, lead, tuple(groups), notes=(text_note(with_text=text),))
     return _written(page, out, figures, figure_format, problems, steps, overwrite=overwrite)
 
 
@@ -261,7 +261,7 @@ def _told(name: str, path: str, options: _Options, steps: _Steps) -> _Told:
         else:
             raise ConflictError("the file was changed again and again while it was read", path=path)
         measured = statistics(snapshot, sample=options.sample, progress=steps.within)
-        pieces = _pieces(snapshot, path, options)
+        pieces = _pieces(measured.tokens, path, options)
         found.cards += cards_of(measured, pieces, with_text=options.text, brief=options.brief)
         if options.text:
             found.cards += [card for card in (text_of_chat(snapshot),) if card is not None]
@@ -296,11 +296,10 @@ def _unread(error: KvsnapError) -> Card:
     return Card("What could not be read", (Note(visible(str(error)), bad=True),))
 
 
-def _pieces(snapshot: Snapshot, path: str, options: _Options) -> list[str] | None:
-    """Return what is written for each token that has a row; None where it is not to be shown."""
+def _pieces(ids: Sequence[int], path: str, options: _Options) -> list[str] | None:
+    """Return what is written for each of these tokens; None where it is not to be shown."""
     if not options.text:
         return None
-    ids = snapshot.tokens[: snapshot.n_rows]
     told = options.decoder_of(path)
     return [str(i) if told is None else told([i]) or str(i) for i in ids]
 
@@ -348,10 +347,10 @@ def _written(
     there = [one.path for one in made if one.path and os.path.lexists(one.path)]
     if there and not overwrite:
         raise InputError("there is a picture of this name: use another directory, or allow to overwrite", path=there[0])
-    nbytes = 0 if out is None else write_whole(out, html_of(page, steps.within).encode("utf-8"))
+    nbytes = 0 if out is None else write_whole(out, html_of(page, steps.within).encode("utf-8"), new=not overwrite)
     for number, (figure, one) in enumerate(zip(figures, made, strict=True), 1):
         if one.path:
-            _draw(figure, one.path)
+            _draw(figure, one.path, new=not overwrite)
         if out is None:
             steps.within(number, len(figures))
     steps.next()
@@ -375,7 +374,8 @@ def _places(figures: Sequence[Figure], directory: Path | None, figure_format: st
     return made
 
 
-def _draw(figure: Figure, path: str) -> None:
+def _draw(figure: Figure, path: str, *, new: bool) -> None:
     if not os.path.isdir(os.path.dirname(path)):
         make_directory(os.path.dirname(path))
-    write_whole(path, svg_file(figure.picture) if path.endswith(".svg") else png(figure.picture), sync=False)
+    made = svg_file(figure.picture) if path.endswith(".svg") else png(figure.picture)
+    write_whole(path, made, sync=False, new=new)

@@ -29,7 +29,7 @@ from kvsnap.cli._output import (
 )
 from kvsnap.cli._report import Drawing, page_options
 from kvsnap.formats.native import is_encrypted
-from kvsnap.inspection.differences import Diff, HeadDifference, LayerDifference, Side
+from kvsnap.inspection.diff.answers import Diff, HeadDifference, LayerDifference, Side
 from kvsnap.results import Cell, Table, text_of
 
 __all__ = ["COMMANDS"]

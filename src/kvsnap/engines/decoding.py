@@ -21,9 +21,7 @@ __all__ = ["digest_of", "stored_decoder"]
 Decode = Callable[[Sequence[int]], str]
 
 
-def stored_decoder(
-    name: str | os.PathLike[str], *, cache_directory: str | os.PathLike[str] | None = None
-) -> tuple[Decode, str] | None:
+def stored_decoder(name: str | os.PathLike[str]) -> tuple[Decode, str] | None:
     """Return what turns ids into text, special tokens too, and the digest of the tokenizer as an identity holds it.
 
     It is read from the `tokenizer.json` of a model directory, or of what a GGUF was converted to. None for a model
@@ -33,7 +31,7 @@ def stored_decoder(
     source = resolve(name)
     path = source.path
     if source.kind == "gguf" and path is not None:
-        path = conversion_of(path, cache_directory)
+        path = conversion_of(path)
     file = None if path is None else path / "tokenizer.json"
     if file is None or not file.is_file():
         return None

@@ -74,9 +74,9 @@ def converted(gguf: Path, cache_directory: str | os.PathLike[str] | None, progre
     return target
 
 
-def conversion_of(gguf: Path, cache_directory: str | os.PathLike[str] | None = None) -> Path | None:
+def conversion_of(gguf: Path) -> Path | None:
     """Return the directory that `gguf` was converted to; None where that was never done or never finished."""
-    target = conversions(cache_directory) / _conversion_key(gguf)
+    target = conversions() / _conversion_key(gguf)
     return target if _complete(target) else None
 
 

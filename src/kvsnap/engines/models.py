@@ -190,12 +190,7 @@ def load_model(
     return LoadedModel(model.eval(), tokenizer, source.name, path)
 
 
-def load_tokenizer(
-    name: str | os.PathLike[str],
-    *,
-    cache_directory: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
-) -> Any:
+def load_tokenizer(name: str | os.PathLike[str], *, progress: Progress | None = None) -> Any:
     """Load the tokenizer of the model `name` without its weights; a GGUF is converted on first use, as by `load_model`.
 
     Raise what `resolve` raises, `InputError` for a model without a tokenizer, and as `load_model`.
@@ -204,7 +199,7 @@ def load_tokenizer(
     require("transformers")
     path = source.path
     if source.kind == "gguf" and path is not None:
-        path = converted(path, cache_directory, progress)
+        path = converted(path, None, progress)
     with quiet():
         found = _load_tokenizer(source, path)
     if found is None:

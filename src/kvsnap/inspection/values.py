@@ -165,13 +165,12 @@ def _of_quantised(snapshot: Snapshot, layer: Layer) -> Iterator[HeadRows]:
         )  # fmt: skip
 
 
-def head_rows(snapshot: Snapshot, *, states: bool = True) -> Iterator[HeadRows]:
+def head_rows(snapshot: Snapshot) -> Iterator[HeadRows]:
     """Yield what each layer holds, in the order of layers and of the tensors in them; a layer that shares is left out.
 
     It is what a restore would install: what a foreign file keeps beside it for looking at single heads is taken only of
-    a layer that has nothing else. Values kept as codes are yielded as the keys and values that they stand for. Without
-    `states` only what has rows of the sequence. Integers and what holds no vectors (row numbers, scales, names of an
-    input) are left out.
+    a layer that has nothing else. Values kept as codes are yielded as the keys and values that they stand for. Integers
+    and what holds no vectors (row numbers, scales, names of an input) are left out.
     """
     for layer in snapshot.layers:
         if layer.shares is not None:
@@ -182,8 +181,6 @@ def head_rows(snapshot: Snapshot, *, states: bool = True) -> Iterator[HeadRows]:
         heads: dict[str, int] = {}
         for tensor in layer.tensors or layer.by_head:
             if tensor.role in _STORAGE or tensor.spec.dtype in ("bool", "uint8") or "int" in tensor.spec.dtype:
-                continue
-            if not tensor.spec.grows and not states:
                 continue
             found = _of_tensor(layer, tensor, heads.get(tensor.role, 0))
             heads[tensor.role] = found.first_head + found.n_heads

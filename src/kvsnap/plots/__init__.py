@@ -58,7 +58,6 @@ __all__ = [
     "check_matplotlib",
     "drawn",
     "png",
-    "svg",
     "svg_file",
 ]
 
@@ -172,8 +171,3 @@ def drawn(picture: Picture, prefix: str = "") -> Drawn:
         lambda f: f.savefig(memory, format="svg", transparent=True, metadata={"Date": None}), titled=False,
     )  # fmt: skip
     return Drawn(for_page(memory.getvalue().decode(), prefix), hover)
-
-
-def svg(picture: Picture, prefix: str = "") -> str:
-    """Return the `<svg>` element of a picture for a page."""
-    return drawn(picture, prefix).svg

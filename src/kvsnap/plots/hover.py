@@ -13,7 +13,7 @@ import numpy as np
 
 from kvsnap.plots.pictures import Floats, HeatMap
 
-__all__ = ["Box", "Grid", "Hover", "Mark", "Marks", "box_of", "quantised"]
+__all__ = ["Box", "Grid", "Hover", "Mark", "Marks", "box_of", "rounded"]
 
 Box = tuple[float, float, float, float]
 """Left, top, width, height."""
@@ -65,14 +65,14 @@ class Grid:
             "scale": picture.scale,
             "rows": list(picture.row_names()),
             "columns": list(picture.column_names()),
-            "values": [quantised(float(v)) for v in picture.values.ravel()],
+            "values": [rounded(float(v)) for v in picture.values.ravel()],
         }
 
 
 Hover = Marks | Grid
 
 
-def quantised(value: float) -> float | int | str | None:
+def rounded(value: float) -> float | int | str | None:
     """Return a value with four significant digits; None for NaN, text for an infinite one."""
     if math.isnan(value):
         return None

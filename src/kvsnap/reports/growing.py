@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvsnap.inspection.growth import Growth
+from kvsnap.inspection.growth.answers import Growth
 from kvsnap.plots import Line, Lines
 from kvsnap.plots.pictures import Floats
 from kvsnap.reports.escaping import visible
@@ -43,6 +43,7 @@ def cards_of_growth(growth: Growth) -> list[Card]:
     picture = Lines(title="Size by length", x="tokens", y="MB", lines=tuple(lines[:_MOST_LINES]), logarithmic_x=True,
                     logarithmic_y=True)  # fmt: skip
     blocks: list[Block] = [Figure("growth", picture, _slope(growth, longest))]
+    blocks += _left_out([line.name for line in lines[_MOST_LINES:]])
     rows = tuple(
         (p.n_tokens, p.cache_bytes, p.kept_bytes, p.bytes_per_token, *p.stored.values()) for p in growth.points
     )
@@ -89,4 +90,9 @@ def compared_growth(growths: Sequence[tuple[str, Growth]]) -> Card | None:
     )  # fmt: skip
     picture = Lines(title="Size of the live cache by length", x="tokens", y="MB", lines=lines, logarithmic_x=True,
                     logarithmic_y=True)  # fmt: skip
-    return Card("Growth side by side", (Figure("growth-compared", picture),))
+    left = _left_out([visible(name) for name, _ in growths[_MOST_LINES:]])
+    return Card("Growth side by side", (Figure("growth-compared", picture), *left))
+
+
+def _left_out(names: Sequence[str]) -> list[Text]:
+    return [Text(f"Not drawn, as there are more lines than can be told apart: {', '.join(names)}.")] if names else []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvsnap.inspection.effects import VERDICTS, YARDSTICKS, Effect, Quality
+from kvsnap.inspection.quality.answers import VERDICTS, YARDSTICKS, Effect, Quality
 from kvsnap.plots import Bars, Line, Lines
 from kvsnap.plots.pictures import Floats
 from kvsnap.reports.escaping import visible
@@ -29,7 +29,6 @@ _COLUMNS = (
     "name", "verdict", "kl_mean", "kl_se", "kl_median", "kl_p99", "kl_max", "top1", "top5", "perplexity",
     "perplexity_change", "logit_error", "n", "n_bad", "bound", "stored_bytes",
 )  # fmt: skip
-_BANDS = tuple((most, word) for most, word in VERDICTS)
 
 
 def cards_of_quality(quality: Quality, *, with_text: bool) -> list[Card]:
@@ -109,7 +108,7 @@ def _divergence(quality: Quality) -> Card | None:
         bars[visible(e.name)] = (mean, f"{_nats(mean)}{error}")
     picture = Bars(
         "Mean KL divergence", "nats (logarithmic)", bars, tuple(_colour(e) for e in known), logarithmic=True,
-        bands=_BANDS,
+        bands=VERDICTS,
     )  # fmt: skip
     text = (
         "How far the predictions of the next token move, on average over the places; ± is the standard error of the "

@@ -42,7 +42,7 @@ _BY_HEAD = (
 def cards_of(
     statistics: Statistics, pieces: Sequence[str] | None, *, with_text: bool, brief: bool = False
 ) -> list[Card]:
-    """Return the cards of one file. `pieces` are the texts of its tokens, None: they are not to be shown.
+    """Return the cards of one file. `pieces` are the texts of `statistics.tokens`, None: they are not to be shown.
 
     Without `with_text` no id of a token is told. `brief` draws fewer columns and tokens: for a page about several.
     """
@@ -244,23 +244,30 @@ def _alike(statistics: Statistics) -> Card | None:
 
 
 def tokens_of(statistics: Statistics, pieces: Sequence[str], most: int) -> Card | None:
-    """Return the tokens, coloured by the norms of their rows; the first and the last `most` of a long history."""
+    """Return the tokens, coloured by the norms of their rows; the first and the last `most` of a long history.
+
+    `pieces` are those of the last rows, where a foreign file has no more.
+    """
     blocks: list[Block] = []
+    unstored = max(0, statistics.n_rows - len(pieces))
     for norms in statistics.norms:
         if norms.role not in ("k", "v", "latent"):
             continue
-        values = np.asarray(norms.by_row, dtype=np.float64)
+        values = np.asarray(norms.by_row, dtype=np.float64)[unstored:]
         n = min(len(values), len(pieces))
         if not n:
             continue
         for first, stop in ((0, n),) if n <= 2 * most else ((0, most), (n - most, n)):
-            part = "" if n <= 2 * most else f", positions {first:,} to {stop - 1:,}"
+            part = "" if n <= 2 * most else f", positions {unstored + first:,} to {unstored + stop - 1:,}"
             picture = Strip(
                 title=f"Tokens by the norm of their {role_name(norms.role)}{part}", scale="mean norm",
-                tokens=tuple(visible(piece) for piece in pieces[first:stop]), values=values[first:stop], first=first,
-                logarithmic=_is_wide(values[first:stop]),
+                tokens=tuple(visible(piece) for piece in pieces[first:stop]), values=values[first:stop],
+                first=unstored + first, logarithmic=_is_wide(values[first:stop]),
             )  # fmt: skip
-            blocks.append(Figure(f"tokens-{norms.role}-{first}", picture))
+            blocks.append(Figure(f"tokens-{norms.role}-{unstored + first}", picture))
         if n > 2 * most:
             blocks.append(Text(f"{n - 2 * most:,} tokens in the middle are left out.", quiet=True))
-    return Card("Token by token", (Text("Mean over layers and heads."), *blocks)) if blocks else None
+    told = "Mean over layers and heads."
+    if unstored:
+        told += f" The file has the ids of the last {count(len(pieces), 'row')} only."
+    return Card("Token by token", (Text(told), *blocks)) if blocks else None

@@ -121,12 +121,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Page:
-    """A whole page. `foot` is said at its end."""
+    """A whole page. `notes` are said at its top."""
 
     title: str
     lead: str
     groups: tuple[Group, ...]
-    foot: str = ""
     notes: tuple[Note, ...] = field(default=())
 
 
@@ -164,7 +163,6 @@ def html_of(page: Page, progress: Callable[[int, int], None] | None = None) -> s
     navigation = f'<nav aria-label="Parts of this page"><ul>{links}</ul></nav>' if len(targets) > 1 else ""
     body = "".join(_group(group, name, count) for name, group in zip(ids, page.groups, strict=True))
     notes = "".join(_block(note, "", count) for note in page.notes)
-    foot = f"<footer><p>{escaped(page.foot)}</p></footer>" if page.foot else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -177,7 +175,7 @@ def html_of(page: Page, progress: Callable[[int, int], None] | None = None) -> s
         f'<main id="main" tabindex="-1">{notes}{body}<div id="live" class="hidden" aria-live="polite"></div>'
         '<div id="keys" class="hidden">Arrow keys go from value to value, Home and End to the ends of a row, Escape '
         "leaves the picture. The table below holds the same numbers.</div></main>"
-        f"{foot}<script>{script}</script></body></html>\n"
+        f"<script>{script}</script></body></html>\n"
     )
 
 

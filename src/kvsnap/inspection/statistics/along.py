@@ -76,16 +76,19 @@ class Sinks:
         self._found: dict[int, list[tuple[int, float, float | None]]] = {}
 
     def add(self, layer: int, parts: Mapping[str, Sequence[Measured]]) -> None:
-        """Look at one layer: at its values, and at its keys where they are apart."""
-        values = parts.get("v") or parts.get("latent")
-        if not values or len(values[0].rows) < _LEAST_FOR_SINKS:
+        """Look at one layer: at its values, and at its keys where they are apart.
+
+        Heads that hold other rows than each other have no common ones to look at.
+        """
+        values = parts.get("v") or parts.get("latent") or ()
+        if not _of_rows(values, values) or len(values[0].rows) < _LEAST_FOR_SINKS:
             return
         ratios = low_ratios(values)
         if ratios is None:
             return
         self.n_layers += 1
         keys = parts.get("k")
-        of_keys = low_ratios(keys) if keys and len(keys[0].rows) == len(values[0].rows) else None
+        of_keys = low_ratios(keys) if keys and _of_rows(keys, values) else None
         low = np.flatnonzero(ratios <= LOW_RATIO)
         for place in low[np.argsort(ratios[low], kind="stable")][:_SINKS].tolist():
             of_key = None if of_keys is None else float(of_keys[place])
@@ -107,6 +110,11 @@ class Sinks:
                     key_ratio=float(np.mean(of_keys)) if of_keys else None,
                 ))  # fmt: skip
         return tuple(sorted(made, key=lambda s: (-s.n_layers, s.row))[:_SINKS])
+
+
+def _of_rows(parts: Sequence[Measured], others: Sequence[Measured]) -> bool:
+    """Tell whether all of these are of the rows that the first of the others is of."""
+    return bool(parts) and all(np.array_equal(one.rows, others[0].rows) for one in parts)
 
 
 def picks_of(found: Sequence[HeadRows], sample: int | None) -> Numbers:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.identity import FieldCheck, compare, describe_weight
-from kvsnap.inspection.differences import FieldDifference, LogitsDifference, OtherDifference, Same
+from kvsnap.inspection.diff.answers import FieldDifference, LogitsDifference, OtherDifference, Same
 from kvsnap.layout import Layer, Snapshot, Tensor
 
 __all__ = ["fields_of", "logits_of", "numbers_text", "others_of", "same_model"]

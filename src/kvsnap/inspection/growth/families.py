@@ -167,7 +167,7 @@ mistral ministral : 32 32 8 - 4096 131072 : sliding_window=4096
 mistral4 : 36 32 - - 4096 1048576 : kv_lora_rank=256 qk_rope_head_dim=64
 modernbert-decoder : 22 12 - - 768 8192 : local_attention=128
 mpt gpt_neo : 24 16 - - 2048 2048
-dbrx gpt_neo : 24 16 - - 2048 2048
+dbrx : 24 16 - - 2048 2048
 mt5 umt5 : 8 6 - 64 512 -
 nanochat : 12 6 - - 768 2048
 nemotron : 32 48 - - 6144 4096
