@@ -269,7 +269,9 @@ def _print_others(found: Diff) -> None:
     if differing:
         say("\nbeside the cache\n")
         for name, verdict, a, b in differing:
-            told = f": {a!r} in a, {b!r} in b" if a or b else ""
+            counted = not b and a.endswith("values differ")
+            both = f": {a}" if counted else f": {a!r} in a, {b!r} in b"
+            told = {"only in a": f": {a!r}", "only in b": f": {b!r}"}.get(verdict, both) if a or b else ""
             say(f"  {name}: {verdict}{told}")
     if found.not_compared:
         say("\nnot compared\n")
