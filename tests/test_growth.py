@@ -16,8 +16,8 @@ import pytest
 import kvsnap
 from kvsnap.cli import run
 from kvsnap.errors import FormatError, InputError, MissingError, UnsupportedError
-from kvsnap.inspection.growing import compared, layers_of
-from kvsnap.inspection.growth import Growth
+from kvsnap.inspection.growth.answers import Growth
+from kvsnap.inspection.growth.growing import compared, layers_of
 from kvsnap.layout import Tensor
 from kvsnap.records import align64
 from kvsnap.session import Session

@@ -12,11 +12,11 @@ from kvsnap.errors import ConflictError, ExtraMissingError, InputError, KvsnapEr
 from kvsnap.files import make_directory, write_whole
 from kvsnap.filing import inspect, load
 from kvsnap.formats.native import NAME
-from kvsnap.inspection.comparing import diff
 from kvsnap.inspection.described import Summary
+from kvsnap.inspection.diff.comparing import diff
 from kvsnap.inspection.exporting import refuse_cache
-from kvsnap.inspection.growing import growth
-from kvsnap.inspection.growth import Growth
+from kvsnap.inspection.growth.answers import Growth
+from kvsnap.inspection.growth.growing import growth
 from kvsnap.inspection.statistics import statistics
 from kvsnap.layout import Snapshot
 from kvsnap.library import Library

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvsnap.inspection.growth import Growth
+from kvsnap.inspection.growth.answers import Growth
 from kvsnap.plots import Line, Lines
 from kvsnap.plots.pictures import Floats
 from kvsnap.reports.escaping import visible

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvsnap.inspection.effects import VERDICTS, YARDSTICKS, Effect, Quality
+from kvsnap.inspection.quality.answers import VERDICTS, YARDSTICKS, Effect, Quality
 from kvsnap.plots import Bars, Line, Lines
 from kvsnap.plots.pictures import Floats
 from kvsnap.reports.escaping import visible

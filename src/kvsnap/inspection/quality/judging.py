@@ -23,8 +23,8 @@ from kvsnap.files import status
 from kvsnap.formats import colikv, native
 from kvsnap.identity import compare
 from kvsnap.inspection.checking import non_finite
-from kvsnap.inspection.divergence import Divergence, Prediction, apart, joined, predicted
-from kvsnap.inspection.effects import Named, Quality, effect_of, mean_of, perplexity_of
+from kvsnap.inspection.quality.answers import Named, Quality, effect_of, mean_of, perplexity_of
+from kvsnap.inspection.quality.divergence import Divergence, Prediction, apart, joined, predicted
 from kvsnap.inspection.summary import summarise
 from kvsnap.layout import RandomState, Sampler, SamplerState, Snapshot, Tensor, numpy_dtype
 from kvsnap.protocols import Engine, Progress, Scoring
