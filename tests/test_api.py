@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,7 @@ from tiny_models import tiny_llama  # noqa: E402 # needs torch
 
 PROMPT = list(TEXT.encode())
 
-pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture

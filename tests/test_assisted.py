@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from latent_runs import bits, ids_of  # noqa: E402
 from test_engine_static import make  # noqa: E402
 from tiny_models import tiny_qwen3  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.newest]
+pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.usefixtures("one_thread")]
 
 IDS = [(11 * i * i + 5) % 251 for i in range(12)]
 NEW = 12
@@ -29,14 +28,6 @@ KINDS = ("full", "window", "window and full")
 GIVEN = inspect.signature(transformers.GenerationMixin.prepare_inputs_for_generation).parameters
 EVALUATES_ALL = "next_sequence_length" in GIVEN
 """Whether the first pass takes all ids that are given, whatever the cache holds; older releases count what is there."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def assisted(engine: TransformersEngine, how: str, ids: Any, **options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,27 +9,18 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import torch
 
 import kvsnap
 from encdec_models import encdec_model, input_of
 from kvsnap.errors import InputError, UnsupportedError
 from test_engine_static import make
 
-pytestmark = [pytest.mark.engine, pytest.mark.newest]
+pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.usefixtures("one_thread")]
 
 PROMPT = [(7 * i * i + 3 * i + 5) % 251 for i in range(20)]
 ASKED = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14], [15]]
 HOT = kvsnap.Sampler(temperature=1.2, seed=4)
 KINDS = ("full", "window", "window and full", "recurrent", "hybrid")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def begun(kind: str, cache: str = "dynamic") -> Any:

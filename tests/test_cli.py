@@ -162,6 +162,20 @@ def test_a_bug_is_1_and_asks_for_a_report(kv: Call, sealed: Path, monkeypatch: p
     assert "Traceback" in kv("info", sealed).err
 
 
+def test_an_interrupt_while_the_command_is_loaded_is_130_too() -> None:
+    program = """
+import runpy, sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "kvsnap.cli._report":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+runpy.run_module("kvsnap", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "kvsnap: interrupted\n")
+
+
 def test_an_interrupt_is_130(kv: Call, sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(path: str, **_: object) -> None:
         raise KeyboardInterrupt
@@ -284,6 +298,39 @@ def test_a_narrow_terminal_breaks_no_size(monkeypatch: pytest.MonkeyPatch) -> No
     assert any("153.6 kB" in line and "12.5 GB" in line for line in lines)
     assert not any("per token" in line for line in lines)  # names may be broken between words
     assert not any("some words" in line for line in lines)
+
+
+def test_a_column_of_sentences_keeps_room_while_others_can_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lines(columns: int) -> list[str]:
+        stream = Terminal()
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        made = _output.table("name", "begins", "where", "what")
+        for n in range(3):
+            made.add_row(f"chat{n}", "What is the capital of France? Answer in one sentence.", "w" * 24, "v" * 20)
+        _output.show_table(made, spare=("where", "what"), roomy={"begins": 30})
+        return [line for line in stream.getvalue().splitlines() if line.strip()]
+
+    monkeypatch.setenv("TERM", "dumb")
+    shown = lines(80)
+    assert len(shown) == 2 + 3 * 2  # two lines each, and not six beside a column that nobody has room for
+    assert any("v" * 20 in line for line in shown)
+    assert not any("www" in line for line in shown)
+    assert len(lines(30)) > 2 + 3 * 2  # nothing is left to spare: then it is wrapped as any other
+
+
+def test_a_table_in_a_pipe_has_a_line_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    made = _output.table("name", "begins", "made with", "note")
+    words = "What is the capital of France? Answer in one sentence. " * 4
+    for n in range(3):
+        made.add_row(f"a-session-{n}", words, "torch 2.13.0 " * 6, "last turn cut off")
+    _output.show_table(made, spare=("made with",))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2 + 3
+    assert all(f"a-session-{n}" in line and words.strip() in line for n, line in enumerate(lines[2:]))
 
 
 def test_rows_one_under_the_other_say_what_their_number_is(monkeypatch: pytest.MonkeyPatch) -> None:

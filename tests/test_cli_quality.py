@@ -21,7 +21,7 @@ import kvsnap  # noqa: E402 - after the extras are known to be there
 from kvsnap.cli import run  # noqa: E402
 from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.errors import CompatibilityError, InputError, MissingError  # noqa: E402
-from kvsnap.inspection.effects import Effect, Quality  # noqa: E402
+from kvsnap.inspection.quality.answers import Effect, Quality  # noqa: E402
 from report_pages import draw_only, page_of  # noqa: E402
 from tiny_models import PROMPT, save_tiny  # noqa: E402
 

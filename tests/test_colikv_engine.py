@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from latent_models import INDEX, KNOWN, LATENT, LAYERS, ROPE, keeps_latent, late
 from test_engine_exactness import Run, go_on, one_thread  # noqa: E402
 from tiny_models import PROMPT  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 IDS = list(PROMPT.encode())
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,12 +47,6 @@ CASES = [family for family in USED if family in KNOWN and LATENT_ROWS]
 def given(*names: str) -> list[Any]:
     reason = f"transformers {transformers.__version__} keeps no latent rows of it"
     return [pytest.param(name, marks=pytest.mark.skipif(name not in CASES, reason=reason)) for name in names]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def make(family: str, **changes: Any) -> TransformersEngine:

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 import kvsnap
 import synthetic
-from kvsnap import Diff, diff
+from kvsnap import Diff, cli, diff
 from kvsnap.errors import DamagedError, InputError, MissingError
-from kvsnap.inspection.alignment import same_runs
+from kvsnap.inspection.diff.alignment import same_runs
 from kvsnap.inspection.similarity import cka_between, gram
 from kvsnap.layout import (
     Layer,
@@ -469,6 +469,23 @@ def test_what_is_beside_the_cache_is_told() -> None:
     assert found.same_cache
     assert not found.identical
     assert all(o.verdict == "equal" for o in diff(a, a).others)
+
+
+def test_long_texts_are_shown_where_they_begin_to_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = synthetic.snapshot(range(1, 11), text=f"{'same ' * 40}left and on")
+    b = synthetic.snapshot(range(1, 11), text=f"{'same ' * 40}right and on and on")
+    assert b.logits is not None
+    b = replace(b, logits=kvsnap.Tensor(b.logits.spec, b.logits.values() + 1))
+    (told,) = (o for o in diff(a, b).others if o.name == "text")
+    assert (told.a, told.b) == ("...same same same same left and on", "...same same same same right and on and on")
+    short = diff(replace(a, text="ten"), replace(b, text="eleven")).others
+    assert [(o.a, o.b) for o in short if o.name == "text"] == [("ten", "eleven")]
+    for name, one in (("a", a), ("b", replace(b, messages=None, text=None))):
+        one.save(tmp_path / f"{name}.kvsnap")
+    assert cli.run(["diff", str(tmp_path / "a.kvsnap"), str(tmp_path / "b.kvsnap")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert f"  text: only in a: '{('same ' * 40)[:77]}...'" in lines
+    assert [line.partition(" of ")[2] for line in lines if line.startswith("  logits: ")] == ["8 values differ"]
 
 
 def test_random_numbers_that_decide_nothing_do_not_differ() -> None:

@@ -24,14 +24,9 @@ from kvsnap.layout import Snapshot  # noqa: E402
 from latent_models import KNOWN, latent_model  # noqa: E402
 from tiny_models import save_tiny, tiny_llama  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.newest]
+pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.usefixtures("one_thread")]
 
 IDS = [5, 17, 42, 99, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 20, 30, 40, 50, 60, 70]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def captured(model: object, ids: list[int] | None = None, **options: object) -> Snapshot:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,10 @@ from spec_file import SpecReader  # noqa: E402
 from test_engine_static import make  # noqa: E402
 from tiny_models import tiny_llama, tiny_qwen3  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.newest]
+pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.usefixtures("one_thread")]
 
 IDS = [(11 * i * i + 5) % 251 for i in range(12)]
 KEY = bytes(range(32))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def pair(kind: str = "full") -> tuple[TransformersEngine, TransformersEngine]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, wraps
@@ -32,7 +32,7 @@ from kvsnap.session import Session  # noqa: E402
 from latent_runs import bits, ids_of  # noqa: E402
 from test_engine_exactness import ROOT, Run, go_on, one_thread  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.newest]
+pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.usefixtures("one_thread")]
 
 DTYPES = ("float32", "bfloat16")
 # Around the groups of 4 and 6, their common multiple, the window of 8, and beyond.
@@ -41,12 +41,6 @@ CASES = [("v4", dtype, n) for dtype in DTYPES for n in LENGTHS] + [
     ("m3", dtype, n) for dtype in DTYPES for n in (1, BLOCK - 1, BLOCK, 2 * BLOCK + 1, 25)
 ]
 AFTER = 10
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @lru_cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from kvsnap.errors import CompatibilityError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.engine, pytest.mark.newest]
+pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.usefixtures("one_thread")]
 
 from latent_models import KNOWN, keeps_latent, latent_model  # noqa: E402
 from tiny_models import save_tiny, tiny_llama, tiny_model, tiny_qwen3  # noqa: E402
@@ -41,14 +40,6 @@ LONGROPE = {"rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0, "orig
 new_rope = pytest.mark.skipif(
     not hasattr(tiny_llama().config, "rope_parameters"), reason="before transformers 5 rope_scaling says it"
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def captured(model: Any, ids: list[int]) -> tuple[Any, kvsnap.Snapshot]:

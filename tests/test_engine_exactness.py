@@ -31,7 +31,7 @@ from kvsnap.labels import inexact_because  # noqa: E402
 from kvsnap.layout import Layer, Sampler, Snapshot, Tensor, cut_runs  # noqa: E402
 from tiny_models import PROMPT, tiny_llama, tiny_model  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 ROOT = Path(__file__).resolve().parent.parent
 BEFORE, AFTER = 10, 16
@@ -135,12 +135,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def resume_elsewhere(cases: list[Case], directory: Path) -> dict[str, tuple[Run, Run]]:

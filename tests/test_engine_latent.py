@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,9 @@ from latent_runs import DTYPES, begin, given, make, needs_latent, roles  # noqa:
 from test_engine_exactness import POINTS, go_on, judge, one_thread  # noqa: E402
 from test_engine_exactness import Run as Course  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 # -- a new process ---------------------------------------------------------------------------------------------------

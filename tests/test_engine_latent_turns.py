@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,9 @@ from kvsnap.session import Session  # noqa: E402
 from latent_models import INDEXED, KNOWN, latent_model  # noqa: E402
 from latent_runs import DTYPES, IDS, begin, bits, given, ids_of, make, needs_latent, state  # noqa: E402
 from test_engine_exactness import Run as Course  # noqa: E402
-from test_engine_exactness import go_on, one_thread  # noqa: E402
+from test_engine_exactness import go_on  # noqa: E402
 
-pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 
 # -- all or nothing --------------------------------------------------------------------------------------------------

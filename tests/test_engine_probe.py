@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,10 +31,9 @@ from kvsnap.engines import _tf_attention, _tf_probe  # noqa: E402
 from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.errors import ContextError, InputError, KvsnapError, UnsupportedError  # noqa: E402
-from test_engine_exactness import one_thread  # noqa: E402
 from tiny_models import CONTEXT, PROMPT, ByteTokenizer, tiny_llama, tiny_qwen3  # noqa: E402
 
-pytestmark = [pytest.mark.engine]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 PROMPT_IDS = IDS[:20]
 OWN = "does not attend through"
@@ -50,12 +49,6 @@ REFUSED = {
 SINKS = ("gpt_oss", "mimo_v2_flash")
 """Families with learned sinks: their rows do not add up to 1."""
 TOLERANCES = {"float32": 1e-5, "bfloat16": 0.08, "float16": 0.01}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def given() -> list[Any]:

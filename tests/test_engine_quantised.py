@@ -9,7 +9,7 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from latent_runs import bits, ids_of  # noqa: E402
 from spec_file import SpecReader  # noqa: E402
 from tiny_models import tiny_llama, tiny_model  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.newest]
+pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.usefixtures("one_thread")]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESIDUAL, GROUP = 4, 8
@@ -50,14 +50,6 @@ GROUPED = [name for name in OPTIONS if name != "fp8"]
 LENGTHS = (3, 4, 5, 9, 13)
 DTYPES = ("float32", "bfloat16")
 PROMPT = [5, 17, 42, 99, 3, 4, 5, 6, 7, 8, 9, 10, 11]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(name: str, dtype: str = "float32", seed: int = 3, **changes: Any) -> TransformersEngine:

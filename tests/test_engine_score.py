@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,19 +21,11 @@ from test_engine_layers import make as layered  # noqa: E402
 from test_engine_quantised import make as quantised  # noqa: E402
 from tiny_models import tiny_llama  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.newest]
+pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.usefixtures("one_thread")]
 
 IDS = [(7 * i * i + 3 * i + 5) % 251 for i in range(30)]
 TEXT = [(5 * i * i + 11 * i + 2) % 251 for i in range(17)]
 KINDS = (*MODELS, "latent", "index", "compressed", "blocks", "encoder-decoder", "static", "quantised")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(kind: str) -> TransformersEngine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -31,17 +31,9 @@ from kvsnap.layout import PositionRun, Run, Sampler, Snapshot, Tensor  # noqa: E
 from kvsnap.protocols import Engine  # noqa: E402
 from tiny_models import CONTEXT, PROMPT, ByteTokenizer, tiny_llama, tiny_model, tiny_qwen3  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 IDS = list(PROMPT.encode())
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(**options: Any) -> TransformersEngine:

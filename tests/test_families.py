@@ -6,7 +6,7 @@ The models are tiny and random (`family_models`); what is compared is every id a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
@@ -40,11 +40,10 @@ from family_runs import (  # noqa: E402
 from kvsnap.engines.transformers import TransformersEngine  # noqa: E402
 from kvsnap.errors import KvsnapError, UnsupportedError  # noqa: E402
 from kvsnap.layout import Snapshot, Tensor  # noqa: E402
-from test_engine_exactness import one_thread  # noqa: E402
 from tiny_models import tiny_llama  # noqa: E402
 
 # The first test of a dtype makes the results of all families, which takes minutes on a busy machine.
-pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.timeout(1800), pytest.mark.usefixtures("one_thread")]
 
 DTYPES = ("float32", "bfloat16")
 REFUSED = {
@@ -66,12 +65,6 @@ def given() -> list[Any]:
         pytest.param(name, marks=pytest.mark.skipif(not known(family), reason=reason))
         for name, family in FAMILIES.items()
     ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

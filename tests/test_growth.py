@@ -19,8 +19,8 @@ from kvsnap.cli import run
 from kvsnap.errors import FormatError, InputError, MissingError, UnsupportedError
 from kvsnap.formats.native import NativeFile
 from kvsnap.formats.native.told import state_parts
-from kvsnap.inspection.growing import compared, layers_of
-from kvsnap.inspection.growth import Growth
+from kvsnap.inspection.growth.answers import Growth
+from kvsnap.inspection.growth.growing import compared, layers_of
 from kvsnap.layout import Tensor
 from kvsnap.records import align64
 from kvsnap.session import Session

@@ -23,9 +23,9 @@ from kvsnap.cli import run  # noqa: E402
 from kvsnap.engines._tf_shapes import shapes_of  # noqa: E402
 from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.errors import InputError, UnsupportedError  # noqa: E402
-from kvsnap.inspection.configuration import configured  # noqa: E402
-from kvsnap.inspection.families import STATES, known_families  # noqa: E402
-from kvsnap.inspection.growing import compared  # noqa: E402
+from kvsnap.inspection.growth.configuration import configured  # noqa: E402
+from kvsnap.inspection.growth.families import STATES, known_families  # noqa: E402
+from kvsnap.inspection.growth.growing import compared  # noqa: E402
 from latent_models import FAMILIES as LATENT  # noqa: E402
 from latent_models import latent_model  # noqa: E402
 from tiny_models import save_tiny  # noqa: E402

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import kvsnap
-from kvsnap.cli import run
 from kvsnap.errors import InputError
 from kvsnap.inspection.exporting import HeadTable, head_table, targets_of
 from kvsnap.layout import Layer, Snapshot, Tensor
@@ -24,17 +23,6 @@ from synthetic import DATA, snapshot, snapshot_of_kinds, spec
 Shown = Callable[..., tuple[int, str, str]]
 MLXKV = json.loads((DATA / "mlxkv" / "MANIFEST.json").read_text())["files"]
 COLIKV = json.loads((DATA / "colikv" / "MANIFEST.json").read_text())["files"]
-
-
-@pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str]) -> Shown:
-    def call(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = run([str(a) for a in args])
-        done = capsys.readouterr()
-        return code, done.out, done.err
-
-    return call
 
 
 def same_bits(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:

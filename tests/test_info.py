@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 import kvsnap
-from kvsnap.cli import run
 from kvsnap.errors import DamagedError, KeyNeededError, MissingError
 from kvsnap.formats import mlxkv, native
 from kvsnap.formats.mlxkv import StoredTensor, parse
@@ -41,17 +40,6 @@ NATIVE = [*sorted(DATA.glob("tiny*.kvsnap")), *sorted((DATA / "forks").glob("*.k
 KEY = bytes(range(32))
 
 Shown = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str]) -> Shown:
-    def call(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = run([str(a) for a in args])
-        done = capsys.readouterr()
-        return code, done.out, done.err
-
-    return call
 
 
 def json_of(shown: Shown, *args: object) -> Any:

@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import torch
 
 import kvsnap
 from journal_writer import SAMPLER, generated, make_engine
@@ -25,18 +24,10 @@ from kvsnap.errors import ContextError, InputError, StorageError
 from test_engine_static import make
 from tiny_models import CONTEXT, PROMPT, ByteTokenizer, save_tiny, tiny_llama
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 WRITER = Path(__file__).parent / "journal_writer.py"
 EVERY, COUNT = 8, 60
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def uninterrupted() -> tuple[list[int], bytes]:

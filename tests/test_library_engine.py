@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +68,6 @@ def said(engine: Any, count: int, prompt: Any = (), sampler: Any = None) -> tupl
     logits = kvsnap.capture(engine).logits
     assert logits is not None
     return tokens, logits.array.tobytes()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("one_thread")

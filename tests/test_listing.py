@@ -13,24 +13,12 @@ from typing import Any
 import pytest
 
 import kvsnap
-from kvsnap.cli import run
 from kvsnap.errors import InputError, MissingError
 from kvsnap.inspection.listing import SORTS, in_library, is_library, listing
 from kvsnap.session import Session
 from synthetic import DATA, snapshot
 
 Shown = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str]) -> Shown:
-    def call(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = run([str(a) for a in args])
-        done = capsys.readouterr()
-        return code, done.out, done.err
-
-    return call
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,24 +19,16 @@ pytest.importorskip("transformers")
 import kvsnap  # noqa: E402 - after the extras are known to be there
 from kvsnap.engines.models import load_model  # noqa: E402
 from kvsnap.errors import CompatibilityError, ContextError, InputError, UnsupportedError  # noqa: E402
-from kvsnap.inspection import divergence  # noqa: E402
-from kvsnap.inspection.divergence import apart, joined, predicted  # noqa: E402
-from kvsnap.inspection.effects import Named, effect_of, verdict_of  # noqa: E402
+from kvsnap.inspection.quality import divergence  # noqa: E402
+from kvsnap.inspection.quality.answers import Named, effect_of, verdict_of  # noqa: E402
+from kvsnap.inspection.quality.divergence import apart, joined, predicted  # noqa: E402
 from kvsnap.layout import PositionRun, Snapshot, Tensor, numpy_dtype  # noqa: E402
 from tiny_models import PROMPT, ByteTokenizer, tiny_llama, tiny_model  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TEXT = list(b" The text behind it is judged, place by place.")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny(**changes: Any) -> Any:
@@ -338,7 +329,7 @@ def test_what_cannot_be_asked(stored: Snapshot, monkeypatch: pytest.MonkeyPatch)
     )
     assert taken.others[0].verdict == "identical"
     assert any(note.startswith("accepted: weights") for note in taken.notes)
-    monkeypatch.setattr("kvsnap.inspection.quality.MOST_BYTES", 4 * 256 * 10)
+    monkeypatch.setattr("kvsnap.inspection.quality.judging.MOST_BYTES", 4 * 256 * 10)
     with pytest.raises(InputError, match="at most 10 places"):
         kvsnap.quality(stored, stored, engine, continuation=TEXT)
     assert engine.tokens == ()

@@ -300,6 +300,27 @@ def test_pictures_that_are_there_are_replaced_only_when_that_is_allowed() -> Non
     assert Path("pictures/growth.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_file_that_appears_meanwhile_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch)
+    kvsnap.save(snapshot(range(1, 9)), "a.kvsnap")
+    page, picture = Path("r.html"), Path("pictures/sizes.svg")
+    with pytest.raises(InputError, match="the name is taken"):
+        kvsnap.report("a.kvsnap", page, progress=lambda *_: page.write_text("of someone else") and None)
+    assert page.read_text() == "of someone else"
+
+    def svg(_: Any) -> bytes:
+        picture.parent.mkdir(exist_ok=True)
+        picture.write_text("of someone else")
+        return b"<svg></svg>"
+
+    monkeypatch.setattr("kvsnap.reporting.svg_file", svg)
+    with pytest.raises(InputError, match="the name is taken"):
+        kvsnap.report("a.kvsnap", "s.html", figures="pictures", figure_format="svg")
+    assert picture.read_text() == "of someone else"
+    kvsnap.report("a.kvsnap", page, figures="pictures", figure_format="svg", overwrite=True)
+    assert page.read_text().startswith("<!doctype html>")
+
+
 def test_a_comparison_is_of_the_commits_that_the_page_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
     draw_only(monkeypatch)
     for name in ("a.kvsnap", "b.kvsnap"):
@@ -349,6 +370,24 @@ def test_each_file_has_its_own_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "<77>" not in found["none"].text
 
 
+def test_a_page_names_the_model_and_what_the_library_knows_of_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch)
+    with kvsnap.Library("library") as library:
+        with library.open("first") as session:
+            session.append(snapshot(range(1, 9), metadata={"model": "/models/of-mine/"}))
+        library.fork("first", "second")
+        with library.open("second") as session:
+            session.append(snapshot(range(1, 12), metadata={"model": "/models/of-mine/"}))
+        library.fork("second", "third")
+        path = library.session_path("second")
+    kvsnap.report(path, "r.html", text=False)
+    page = page_of()
+    assert "forked from@first at commit 2, 8 tokens of it" in page.text
+    assert "forks1: @third" in page.text
+    assert "modelof-mine, synthetic" in page.text
+    assert "/models" not in page.text
+
+
 def test_damaged_tensors_are_said_and_the_rest_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     draw_only(monkeypatch)
     kvsnap.save(snapshot(range(1, 40), layers=2, heads=4, dim=16), "s.kvsnap")
@@ -358,8 +397,10 @@ def test_damaged_tensors_are_said_and_the_rest_is_reported(monkeypatch: pytest.M
     Path("s.kvsnap").write_bytes(raw)
     made = kvsnap.report("s.kvsnap", "r.html")
     assert len(made.problems) == 1
-    assert "s.kvsnap" in made.problems[0]
+    assert made.problems[0].count("s.kvsnap") == 1
     page = page_of()
+    said = page.text.index("Not everything could be read. s.kvsnap: ")
+    assert said < page.text.index("cache, decoded")  # before anything is said to be exact
     assert "What could not be read" in page.text
     assert "What it is" in page.text
     assert "mean-norm-k" not in [f.name for f in made.figures]

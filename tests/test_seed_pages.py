@@ -22,7 +22,6 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,18 +42,10 @@ from tiny_models import PROMPT, tiny_llama, tiny_qwen3  # noqa: E402
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 IDS = list(PROMPT.encode())
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def say(engine: Any, count: int, prompt: Any = "", **options: Any) -> list[int]:

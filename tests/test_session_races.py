@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 
 import kvsnap
-from kvsnap import Session
-from kvsnap.errors import BusyError, ConflictError, InputError
+from kvsnap import Session, formats
+from kvsnap.errors import BusyError, ConflictError, InputError, MissingError
 from kvsnap.files import Appender, Reader, replacing
-from kvsnap.formats.native import counts
+from kvsnap.formats.native import NativeFile, counts
 from kvsnap.formats.native.told import Told
 from kvsnap.formats.native.write import RecordWriter
 from synthetic import same, snapshot
@@ -382,3 +382,40 @@ def test_an_interrupt_behind_the_new_name_of_a_compacted_file(path: Path, at: in
     with Session.open(path) as session:
         assert session.tokens == TOKENS[:9]
     assert kvsnap.verify(path).damages == ()
+
+
+def test_a_damaged_file_that_is_removed_while_it_is_opened_is_missing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(path, 3, 5).close()
+    path.write_bytes(path.read_bytes()[:300])
+
+    def opened(name: str) -> Reader:
+        reader = Reader(name)
+        Path(name).unlink()
+        return reader
+
+    monkeypatch.setattr("kvsnap.formats.native.read.Reader", opened)
+    with pytest.raises(MissingError, match="no such file"):
+        NativeFile.open(path)
+
+
+@pytest.mark.parametrize("look", [kvsnap.inspect, kvsnap.verify])
+def test_a_foreign_file_that_is_removed_while_it_is_told_of_is_missing(
+    look: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.mlxkv"
+    kvsnap.save(snapshot(TOKENS[:8]), path, format="mlxkv")
+    mlxkv = formats.format_named("mlxkv")
+
+    class Removing:
+        name = mlxkv.name
+
+        def load(self, place: str, *, mmap: bool) -> kvsnap.Snapshot:
+            found = mlxkv.load(place, mmap=mmap)
+            path.unlink()
+            return found
+
+    monkeypatch.setattr(formats, "format_of", lambda _: Removing())
+    with pytest.raises(MissingError, match="no such file"):
+        look(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,19 +21,11 @@ from latent_runs import bits, ids_of  # noqa: E402
 from test_engine_static import KINDS, make  # noqa: E402
 from tiny_models import CONTEXT, PROMPT, ByteTokenizer, tiny_llama, tiny_model, tiny_qwen3  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.newest]
+pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.usefixtures("one_thread")]
 
 CHECKED = tuple(kind for kind in KINDS if kind != "index")
 IDS = [(11 * i * i + 5) % 251 for i in range(12)]
 SAMPLER = kvsnap.Sampler(temperature=0.8, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=11)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Oracle:

@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import torch
 
 import kvsnap
 from kvsnap.cli import run
@@ -22,18 +21,10 @@ from kvsnap.library import Library
 from test_engine_static import make
 from tiny_models import CONTEXT, ByteTokenizer, save_tiny, tiny_llama
 
-pytestmark = [pytest.mark.engine, pytest.mark.newest]
+pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.usefixtures("one_thread")]
 
 IDS = [(7 * i * i + 3 * i + 5) % 251 for i in range(60)]
 KINDS = ("full", "window", "recurrent", "hybrid")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,9 @@ from latent_models import latent_model  # noqa: E402
 from test_statistics import check, head_of  # noqa: E402
 from tiny_models import tiny_llama, tiny_model  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.newest]
+pytestmark = [pytest.mark.engine, pytest.mark.newest, pytest.mark.usefixtures("one_thread")]
 
 IDS = [1 + i * 7 % 250 for i in range(40)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def captured(model: Any, **options: Any) -> kvsnap.Snapshot:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from kvsnap.sweeping import Continuation
 from test_engine_static import make
 from tiny_models import PROMPT, ByteTokenizer, save_tiny, tiny_llama
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 SAMPLERS = [
     kvsnap.Sampler(),
@@ -35,14 +34,6 @@ SAMPLERS = [
     kvsnap.Sampler(temperature=0.9, top_p=0.8, repetition_penalty=1.3, seed=3),
     kvsnap.Sampler(temperature=1.0, min_p=0.1, seed=4),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny(**changes: Any) -> Any:

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from kvsnap.drafts import draft_of, with_draft
     from kvsnap.errors import KvsnapError
     from kvsnap.identity import Compatibility, Identity
-    from kvsnap.inspection.comparing import diff
-    from kvsnap.inspection.differences import Diff
-    from kvsnap.inspection.effects import Quality
+    from kvsnap.inspection.diff.answers import Diff
+    from kvsnap.inspection.diff.comparing import diff
     from kvsnap.inspection.exporting import head_table
-    from kvsnap.inspection.growth import Growth
+    from kvsnap.inspection.growth.answers import Growth
     from kvsnap.inspection.listing import listing
-    from kvsnap.inspection.quality import quality
+    from kvsnap.inspection.quality.answers import Quality
+    from kvsnap.inspection.quality.judging import quality
     from kvsnap.inspection.statistics import Statistics, statistics
     from kvsnap.journalling import Journalled, journal
     from kvsnap.layout import Head, Layer, Sampler, Snapshot, Tensor
@@ -135,23 +135,23 @@ _LATER = {
     "Branch": "branching",
     "Branches": "branching",
     "Conversation": "conversation",
-    "Growth": "inspection.growth",
-    "Diff": "inspection.differences",
+    "Growth": "inspection.growth.answers",
+    "Diff": "inspection.diff.answers",
     "Library": "library",
-    "Quality": "inspection.effects",
+    "Quality": "inspection.quality.answers",
     "ReportFile": "reporting",
     "Speculated": "speculation",
     "Speculation": "speculation",
     "Started": "starting",
     "Statistics": "inspection.statistics",
     "branch": "branching",
-    "diff": "inspection.comparing",
+    "diff": "inspection.diff.comparing",
     "draft_of": "drafts",
     "head_table": "inspection.exporting",
     "inspect_attention": "probing",
     "listing": "inspection.listing",
     "probe": "probing",
-    "quality": "inspection.quality",
+    "quality": "inspection.quality.judging",
     "report": "reporting",
     "report_library": "reporting",
     "report_answer": "reporting",

@@ -14,8 +14,9 @@ from kvsnap.editing import Rope
 from kvsnap.engines.connect import connect
 from kvsnap.errors import InputError, UnsupportedError
 from kvsnap.filing import LossReport, convert, dumps, inspect, load, loads, repair, save, verify
-from kvsnap.inspection import Growth, growing
-from kvsnap.inspection.configuration import read_configuration
+from kvsnap.inspection import Growth
+from kvsnap.inspection.growth import growing
+from kvsnap.inspection.growth.configuration import read_configuration
 from kvsnap.layout import Sampler, Snapshot
 from kvsnap.protocols import Engine, Progress, Token
 from kvsnap.restoring import Restored, check, ids_of, restore, reuse

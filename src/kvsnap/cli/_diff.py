@@ -29,7 +29,7 @@ from kvsnap.cli._output import (
 )
 from kvsnap.cli._report import Drawing, page_options
 from kvsnap.formats.native import is_encrypted
-from kvsnap.inspection.differences import Diff, HeadDifference, LayerDifference, Side
+from kvsnap.inspection.diff.answers import Diff, HeadDifference, LayerDifference, Side
 from kvsnap.results import Cell, Table, text_of
 
 __all__ = ["COMMANDS"]
@@ -269,7 +269,9 @@ def _print_others(found: Diff) -> None:
     if differing:
         say("\nbeside the cache\n")
         for name, verdict, a, b in differing:
-            told = f": {a!r} in a, {b!r} in b" if a or b else ""
+            counted = not b and a.endswith("values differ")
+            both = f": {a}" if counted else f": {a!r} in a, {b!r} in b"
+            told = {"only in a": f": {a!r}", "only in b": f": {b!r}"}.get(verdict, both) if a or b else ""
             say(f"  {name}: {verdict}{told}")
     if found.not_compared:
         say("\nnot compared\n")

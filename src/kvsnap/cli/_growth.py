@@ -34,7 +34,7 @@ from kvsnap.cli._output import (
 from kvsnap.cli._report import Drawing, page_options
 from kvsnap.errors import InputError, MissingError
 from kvsnap.inspection import Growth
-from kvsnap.inspection.growth import LENGTHS
+from kvsnap.inspection.growth.answers import LENGTHS
 from kvsnap.protocols import Described
 
 __all__ = ["COMMANDS"]

@@ -17,6 +17,8 @@ __all__ = ["COMMANDS"]
 
 _SPARE = ("file id", "in all", "stored as", "made with", "turns", "commits", "created", "format", "used")
 """What a narrow terminal does without, the first one first."""
+_ROOMY = {"begins": 26, "made with": 20}
+"""Characters below which a column is wrapped into more lines than anyone wants to read."""
 
 
 @click.command()
@@ -105,7 +107,7 @@ def _show(found: Listing, more: dict[str, Any], *, is_long: bool) -> None:
         ids = [one.file_id] if is_long and found.is_library else []
         *row, notes = _row(one, is_long=is_long, nameless=nameless)
         made.add_row(*row, *ids, notes)
-    show_table(made, spare=_SPARE)
+    show_table(made, spare=_SPARE, roomy=_ROOMY)
     total = sum(one.nbytes for one in found.files)
     if not found.is_library:
         other = f"; {count(found.n_other, 'other file')}" if found.n_other else ""

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -43,6 +43,8 @@ __all__ = [
 Function = TypeVar("Function", bound=Callable[..., Any])
 _LONG_WORD = 24
 """A word beyond this many characters (a path, a digest, settings in JSON) may be broken in a table."""
+_PIPED = 4000
+"""Columns that a table may take in a pipe, where nothing is folded: a reader of lines wants a row in one."""
 _PATIENCE = 1.0
 """Seconds of work before a progress bar appears."""
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
@@ -156,18 +158,21 @@ def table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()) 
     return made
 
 
-def show_table(made: Any, *, spare: tuple[str, ...] = (), more: str = "--json") -> None:
-    """Print a rich table on stdout, wrapped between words.
+def show_table(
+    made: Any, *, spare: tuple[str, ...] = (), more: str = "--json", roomy: Mapping[str, int] | None = None
+) -> None:
+    """Print a rich table on stdout: on a terminal wrapped between words, in a pipe each row on one line.
 
     Where a terminal is too narrow the columns in `spare` are left out, one after the other, until the rest fits; a
     remark names them, and the option `more` that shows them. What does not fit all the same is printed row by row.
+    `roomy` names columns that are not wrapped to less than so many characters while there is something to spare.
     """
     from rich.console import Console
 
     if sys.stdout.isatty():
         width, height = shutil.get_terminal_size()
         console = Console(highlight=False, width=width, height=height)  # rich asks no dumb terminal for its width
-        narrow, left_out = _narrowed(made, spare, console)
+        narrow, left_out = _narrowed(made, spare, console, roomy or {})
         if narrow is None:
             _show_rows(made, console)
             return
@@ -175,20 +180,21 @@ def show_table(made: Any, *, spare: tuple[str, ...] = (), more: str = "--json") 
         if left_out:
             remark(f"too narrow for {', '.join(left_out)}: {more} has all")
         return
-    # Piped, a table keeps its lines whole instead of folding them at 80 columns.
-    console = Console(highlight=False, width=160, file=io.StringIO())
+    console = Console(highlight=False, width=_PIPED, file=io.StringIO())
     _fit(made, console)
     with console.capture() as captured:
         console.print(made)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n"))
 
 
-def _narrowed(made: Any, spare: tuple[str, ...], console: Any) -> tuple[Any, list[str]]:
+def _narrowed(
+    made: Any, spare: tuple[str, ...], console: Any, roomy: Mapping[str, int]
+) -> tuple[Any, list[str]]:  # fmt: skip
     """Return a table that fits, without as few of the spare columns as that takes, and their names; None if none do."""
     left_out: list[str] = []
     there = {column.header for column in made.columns}
     still = [name for name in spare if name in there]
-    while not _fit(made, console):
+    while not _fit(made, console, roomy if still else {}):
         if not still:
             return None, left_out
         left_out.append(still.pop(0))
@@ -205,10 +211,10 @@ def _without(made: Any, name: str) -> Any:
     return other
 
 
-def _fit(made: Any, console: Any) -> bool:
+def _fit(made: Any, console: Any, roomy: Mapping[str, int] | None = None) -> bool:
     """Set the widths of the columns, the widest ones narrowed first; False if that would break a word or a number.
 
-    A cell that is set flush right is a number, with its unit.
+    A cell that is set flush right is a number, with its unit. Columns in `roomy` keep so many characters.
     """
     from rich.text import Text
 
@@ -219,7 +225,8 @@ def _fit(made: Any, console: Any) -> bool:
         widths.append(max((Text(line).cell_len for line in lines), default=0))
         whole = [] if column.justify != "right" else lines[len(str(column.header).splitlines()) :]
         words = (Text(word).cell_len for line in lines for word in ([line] if line in whole else line.split()))
-        least.append(min(max(words, default=0), _LONG_WORD))
+        room = min(widths[-1], (roomy or {}).get(str(column.header), 0))
+        least.append(max(room, min(max(words, default=0), _LONG_WORD)))
     room = console.width - (3 * len(widths) - 1)  # a blank on each side of a cell, one between two, and the edges
     while sum(widths) > room:
         spare = [w - n for w, n in zip(widths, least, strict=True)]

@@ -33,8 +33,8 @@ from kvsnap.cli._output import (
 from kvsnap.cli._report import Drawing, page_options
 from kvsnap.cli._run import accept_option, prompt_of
 from kvsnap.errors import InputError
-from kvsnap.inspection.effects import VERDICTS, YARDSTICKS, Effect, Quality
-from kvsnap.inspection.quality import ROUNDED, stored_bytes
+from kvsnap.inspection.quality.answers import VERDICTS, YARDSTICKS, Effect, Quality
+from kvsnap.inspection.quality.judging import ROUNDED, stored_bytes
 from kvsnap.results import Table
 
 __all__ = ["COMMANDS"]

@@ -22,7 +22,7 @@ from kvsnap.errors import BusyError, InputError, KvsnapError, PoisonedError, Sto
 from kvsnap.files import system
 from kvsnap.files.reading import OpenFile, Reader
 from kvsnap.files.recording import Operation, Recorder
-from kvsnap.files.system import absolute, translate
+from kvsnap.files.system import absolute, status, translate
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -44,6 +44,7 @@ __all__ = [
     "remove",
     "remove_left",
     "replacing",
+    "status",
     "sync_file",
     "translate",
     "write_whole",

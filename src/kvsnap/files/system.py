@@ -67,6 +67,14 @@ def translate(error: OSError, path: StrPath, doing: str) -> KvsnapError:
     return StorageError(f"cannot {doing}: {reason}", errno=code or None, path=shown)
 
 
+def status(path: StrPath) -> os.stat_result:
+    """Return what the operating system tells of a file. Raise as `translate` does: it may be gone by now."""
+    try:
+        return os.stat(path)
+    except OSError as error:
+        raise translate(error, path, "read") from error
+
+
 def path_text(path: StrPath) -> str:
     """Return `path` as text; InputError for bytes, the empty path, NUL, and what no file name can be made of."""
     text: object = os.fspath(path)

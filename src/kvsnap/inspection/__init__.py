@@ -13,8 +13,8 @@ from kvsnap.inspection.described import (
     Summary,
     TurnCounts,
 )
-from kvsnap.inspection.differences import Diff
-from kvsnap.inspection.growth import Checked, Growth, GrowthPoint, LayerGrowth, TensorGrowth, TurnGrowth
+from kvsnap.inspection.diff.answers import Diff
+from kvsnap.inspection.growth.answers import Checked, Growth, GrowthPoint, LayerGrowth, TensorGrowth, TurnGrowth
 from kvsnap.inspection.summary import refuse_key, summarise
 
 __all__ = [

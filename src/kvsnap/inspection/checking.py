@@ -11,6 +11,7 @@ import numpy as np
 
 from kvsnap import formats
 from kvsnap.errors import DamagedError, FormatError
+from kvsnap.files import status
 from kvsnap.formats.native import NAME, Damage, NativeFile, VerifyReport, is_encrypted, verify_closed, verify_file
 from kvsnap.inspection.summary import refuse_key
 from kvsnap.layout import Snapshot
@@ -95,6 +96,6 @@ def _foreign_verify(snapshot: Snapshot, path: str, name: str, progress: Progress
             progress(done, total)
     note = f"{name} files have no checksums: sizes and counts were checked, changed values cannot be noticed"
     return VerifyReport(
-        path=path, format=name, n_bytes=os.stat(path).st_size, n_records=1, n_parts=len(tensors), n_commits=1,
+        path=path, format=name, n_bytes=status(path).st_size, n_records=1, n_parts=len(tensors), n_commits=1,
         n_tokens=len(snapshot.tokens), damages=tuple(damages), notes=(note,),
     )  # fmt: skip

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
+from kvsnap.files import status
 from kvsnap.inspection.described import PartSize, Stored, Summary
 from kvsnap.inspection.excerpt import excerpts
 from kvsnap.inspection.geometry import Shape, groups_of, layer_summaries
@@ -31,7 +31,7 @@ def foreign_summary(snapshot: Snapshot, path: str, name: str) -> Summary:
     info = source.get("info", source.get("notes", ()))
     order = str(source.get("byte_order", ""))
     dialect = " ".join(str(d) for d in (source.get("dialect"), f"{order}-endian" if order else "") if d)
-    size = os.stat(path)
+    size = status(path)
     begins, ends = excerpts(snapshot.text, snapshot.messages)
     damage = tuple(str(what) for what in source.get("damage", ()))
     notes = tuple(str(note) for note in info) if isinstance(info, (list, tuple)) else ()

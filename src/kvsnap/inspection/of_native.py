@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvsnap import codecs
 from kvsnap.errors import DamagedError, FormatError, KeyNeededError, KvsnapError
+from kvsnap.files import status
 from kvsnap.formats.native import NativeFile
 from kvsnap.formats.native.base import parent_path
 from kvsnap.formats.native.read import Span
@@ -137,7 +138,7 @@ def native_summary(file: NativeFile, *, partial: bool = False) -> Summary:
 
 def closed_summary(path: str | os.PathLike[str], error: KeyNeededError) -> Summary:
     """Return what an encrypted file says in clear. Raise as opening a file does."""
-    clear, found = read_clear(path), os.stat(path)
+    clear, found = read_clear(path), status(path)
     return Summary(
         path=os.fspath(path), format="native", version=clear.version, use="snapshot", file_id=clear.file_id,
         created_ns=clear.created_ns, commit=0, complete=False, sealed=True, architecture="", num_layers=0, num_heads=0,

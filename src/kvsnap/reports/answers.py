@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 
 from kvsnap.errors import InputError
-from kvsnap.inspection.differences import Diff
-from kvsnap.inspection.effects import Quality
-from kvsnap.inspection.growth import Growth
+from kvsnap.inspection.diff.answers import Diff
+from kvsnap.inspection.growth.answers import Growth
+from kvsnap.inspection.quality.answers import Quality
 from kvsnap.inspection.statistics import Statistics
 from kvsnap.reports.comparing import cards_of_diff
 from kvsnap.reports.escaping import visible

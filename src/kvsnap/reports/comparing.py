@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvsnap.inspection.differences import Diff, PositionDifference
+from kvsnap.inspection.diff.answers import Diff, PositionDifference
 from kvsnap.plots import HeatMap, Line, Lines
 from kvsnap.reports.escaping import visible
 from kvsnap.reports.page import Block, Card, Claims, Facts, Figure, Listing, Note, Text

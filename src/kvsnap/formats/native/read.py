@@ -70,6 +70,13 @@ class Span:
     file: NativeFile
 
 
+def _length(path: str | os.PathLike[str]) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:  # gone by now: whoever opens it again is told
+        return -1
+
+
 class NativeFile:
     """One open `.kvsnap` file at one commit. Reading takes no lock; a writer that appends does not disturb it."""
 
@@ -109,7 +116,7 @@ class NativeFile:
             try:
                 return NativeFile(reader, mapped=mapped, key=key)
             except DamagedError:
-                if os.stat(path).st_size == reader.size:
+                if _length(path) == reader.size:
                     raise
         return NativeFile(Reader(path), mapped=mapped, key=key)
 

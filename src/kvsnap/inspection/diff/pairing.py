@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvsnap.inspection.besides import numbers_text
-from kvsnap.inspection.differences import Alignment, NotCompared
+from kvsnap.inspection.diff.answers import Alignment, NotCompared
+from kvsnap.inspection.diff.besides import numbers_text
 from kvsnap.inspection.values import HeadRows, head_rows
 from kvsnap.layout import Snapshot
 

@@ -12,8 +12,7 @@ from kvsnap.errors import InputError
 from kvsnap.formats import native
 from kvsnap.formats.native.assemble import snapshot_of
 from kvsnap.formats.native.fork import at_commit
-from kvsnap.inspection.besides import numbers_text
-from kvsnap.inspection.differences import (
+from kvsnap.inspection.diff.answers import (
     Alignment,
     FieldDifference,
     GrowthDifference,
@@ -25,8 +24,9 @@ from kvsnap.inspection.differences import (
     Side,
     Verdict,
 )
-from kvsnap.inspection.growing import layers_of
-from kvsnap.inspection.growth import LENGTHS, LayerGrowth, kind_of
+from kvsnap.inspection.diff.besides import numbers_text
+from kvsnap.inspection.growth.answers import LENGTHS, LayerGrowth, kind_of
+from kvsnap.inspection.growth.growing import layers_of
 from kvsnap.inspection.summary import refuse_key, summarise
 from kvsnap.layout import Snapshot
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.inspection.divergence import Divergence, Prediction
+from kvsnap.inspection.quality.divergence import Divergence, Prediction
 from kvsnap.results import Cell, Result, Table
 
 __all__ = [

@@ -15,8 +15,7 @@ from kvsnap.files import Reader
 from kvsnap.formats import native
 from kvsnap.formats.native.turns import walk
 from kvsnap.identity import Identity
-from kvsnap.inspection.configuration import Configured, configured, json_of, read_configuration
-from kvsnap.inspection.growth import (
+from kvsnap.inspection.growth.answers import (
     LENGTHS,
     Checked,
     Growth,
@@ -27,7 +26,8 @@ from kvsnap.inspection.growth import (
     points_of,
     what_of,
 )
-from kvsnap.inspection.settings import INSIDE, text_settings
+from kvsnap.inspection.growth.configuration import Configured, configured, json_of, read_configuration
+from kvsnap.inspection.growth.settings import INSIDE, text_settings
 from kvsnap.inspection.summary import refuse_key
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Described, Engine

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.errors import InputError
-from kvsnap.inspection.growth import LayerGrowth
+from kvsnap.inspection.growth.answers import LayerGrowth
 from kvsnap.results import Result, Table, plain, table_of
 
 __all__ = [

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvsnap.errors import InputError, UnsupportedError
-from kvsnap.inspection.families import DECODERS, STATES
-from kvsnap.inspection.growth import LayerGrowth, TensorGrowth, kind_of, what_of
-from kvsnap.inspection.layer_types import layer_types
-from kvsnap.inspection.settings import Settings
+from kvsnap.inspection.growth.answers import LayerGrowth, TensorGrowth, kind_of, what_of
+from kvsnap.inspection.growth.families import DECODERS, STATES
+from kvsnap.inspection.growth.layer_types import layer_types
+from kvsnap.inspection.growth.settings import Settings
 from kvsnap.tensors import Growth, TensorSpec
 
 __all__ = ["NOT_UNDERSTOOD", "layers_kept"]

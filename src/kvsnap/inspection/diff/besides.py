@@ -11,12 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.identity import FieldCheck, compare, describe_weight
-from kvsnap.inspection.differences import FieldDifference, LogitsDifference, OtherDifference, Same
+from kvsnap.inspection.diff.answers import FieldDifference, LogitsDifference, OtherDifference, Same
 from kvsnap.layout import Layer, Snapshot, Tensor
+from kvsnap.runs import common_length
 
 __all__ = ["fields_of", "logits_of", "numbers_text", "others_of", "same_model"]
 
 _SHOWN = 80
+_BEFORE = 20
+"""Characters that are shown before the first one that differs."""
 _MODEL = ("architecture", "config", "weights", "adapters", "quantisation")
 """Fields of an identity that tell models apart; the rest tells runs apart."""
 
@@ -166,13 +169,20 @@ def _values(name: str, a: Any, b: Any) -> OtherDifference | None:
     if isinstance(a, dict) and isinstance(b, dict):  # only what differs
         names = [key for key in {**a, **b} if a.get(key) != b.get(key)]
         a, b = ({key: side[key] for key in names if key in side} for side in (a, b))
-    return OtherDifference(name=name, verdict=verdict, a=_text(a), b=_text(b))
+    texts = [_text(value) for value in (a, b)]
+    start = 0 if None in (a, b) or max(map(len, texts)) <= _SHOWN else max(0, common_length(*texts) - _BEFORE)
+    return OtherDifference(name=name, verdict=verdict, a=_cut(texts[0], start), b=_cut(texts[1], start))
 
 
 def _text(value: Any) -> str:
     if value is None:
         return ""
-    told = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _cut(text: str, start: int) -> str:
+    """Return a text from a character on, which is where two of them begin to differ or a little before."""
+    told = f"...{text[start:]}" if start else text
     return told if len(told) <= _SHOWN else f"{told[: _SHOWN - 3]}..."
 
 

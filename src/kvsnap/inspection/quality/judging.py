@@ -19,11 +19,12 @@ import numpy.typing as npt
 from kvsnap import formats
 from kvsnap.codecs import codec_of_name
 from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.files import status
 from kvsnap.formats import colikv, native
 from kvsnap.identity import compare
 from kvsnap.inspection.checking import non_finite
-from kvsnap.inspection.divergence import Divergence, Prediction, apart, joined, predicted
-from kvsnap.inspection.effects import Named, Quality, effect_of, mean_of, perplexity_of
+from kvsnap.inspection.quality.answers import Named, Quality, effect_of, mean_of, perplexity_of
+from kvsnap.inspection.quality.divergence import Divergence, Prediction, apart, joined, predicted
 from kvsnap.inspection.summary import summarise
 from kvsnap.layout import RandomState, Sampler, SamplerState, Snapshot, Tensor, numpy_dtype
 from kvsnap.protocols import Engine, Progress, Scoring
@@ -136,7 +137,7 @@ def _opened(source: Source) -> tuple[Snapshot, Named]:
 
 def stored_bytes(path: StrPath, *, key: bytes | None = None) -> int | None:
     """Return the length of a file that holds one cache and nothing else, None for a session."""
-    return os.stat(path).st_size if summarise(path, key=key).sealed else None
+    return status(path).st_size if summarise(path, key=key).sealed else None
 
 
 def _encoded(snapshot: Snapshot, codec: str) -> tuple[Snapshot, Named]:

@@ -12,18 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsnap.errors import InputError
-from kvsnap.inspection import besides, similarity
-from kvsnap.inspection.alignment import align
-from kvsnap.inspection.differences import (
+from kvsnap.inspection import similarity
+from kvsnap.inspection.diff import besides
+from kvsnap.inspection.diff.alignment import align
+from kvsnap.inspection.diff.answers import (
     Diff,
     HeadDifference,
     LayerDifference,
     PositionDifference,
     Similarity,
 )
-from kvsnap.inspection.measuring import ByRow, Figures, root_mean_square
-from kvsnap.inspection.pairing import LeftOut, Pair, Piece, plan
-from kvsnap.inspection.sides import growth_of, opened, verdict_of
+from kvsnap.inspection.diff.measuring import ByRow, Figures, root_mean_square
+from kvsnap.inspection.diff.pairing import LeftOut, Pair, Piece, plan
+from kvsnap.inspection.diff.sides import growth_of, opened, verdict_of
 from kvsnap.inspection.values import HeadRows
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress

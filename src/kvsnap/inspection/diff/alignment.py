@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.inspection.differences import Alignment, SameRun
+from kvsnap.inspection.diff.answers import Alignment, SameRun
 from kvsnap.layout import PositionRun, Snapshot
 from kvsnap.runs import common_length
 

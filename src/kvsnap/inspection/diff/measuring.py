@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.inspection.differences import HeadDifference, LayerDifference
+from kvsnap.inspection.diff.answers import HeadDifference, LayerDifference
 
 __all__ = ["ByRow", "Figures", "root_mean_square"]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from kvsnap.errors import FormatError, MissingError, UnsupportedError
 from kvsnap.files import Reader
-from kvsnap.inspection.families import STATES
-from kvsnap.inspection.growth import LayerGrowth
-from kvsnap.inspection.kept import NOT_UNDERSTOOD, layers_kept
-from kvsnap.inspection.settings import Settings, text_settings
+from kvsnap.inspection.growth.answers import LayerGrowth
+from kvsnap.inspection.growth.families import STATES
+from kvsnap.inspection.growth.kept import NOT_UNDERSTOOD, layers_kept
+from kvsnap.inspection.growth.settings import Settings, text_settings
 from kvsnap.tensors import numpy_dtype
 
 __all__ = ["Configured", "configured", "json_of", "read_configuration"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 from kvsnap.errors import InputError, UnsupportedError
-from kvsnap.inspection.families import ALIASES, DECODERS, REFUSED, SWITCHED, USED_NAMES, defaults_of
+from kvsnap.inspection.growth.families import ALIASES, DECODERS, REFUSED, SWITCHED, USED_NAMES, defaults_of
 
 __all__ = ["INSIDE", "Settings", "checked_count", "text_settings"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvsnap.errors import InputError, UnsupportedError
-from kvsnap.inspection.families import COMPUTED, EVERY, PATTERNED, STATES
-from kvsnap.inspection.settings import Settings, checked_count
+from kvsnap.inspection.growth.families import COMPUTED, EVERY, PATTERNED, STATES
+from kvsnap.inspection.growth.settings import Settings, checked_count
 
 __all__ = ["layer_types"]
 

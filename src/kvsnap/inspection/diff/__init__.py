@@ -1,0 +1,1 @@
+"""Two caches compared: what differs, where, and by how much."""

@@ -1,0 +1,1 @@
+"""How large a cache gets: of a file, a live model, or a configuration alone."""

@@ -1,0 +1,1 @@
+"""What other encodings of a cache cost the model."""
