@@ -26,6 +26,7 @@ from kvsnap.layout import (
     Layer,
     PositionRun,
     RandomState,
+    Run,
     Sampler,
     SamplerState,
     Snapshot,
@@ -870,3 +871,55 @@ def test_float8_values_are_compared() -> None:
     b = changed(a, 0, "k", lambda v: v.__setitem__((0, 0, 0), ml_dtypes.float8_e4m3fn(2.0)))
     head = head_of(diff(a, b), 0, "k", 0)
     assert (head.n_different, head.row) == (1, 0)
+
+
+def test_the_bound_is_that_of_both_sides_together(tmp_path: Path) -> None:
+    made = synthetic.snapshot(range(1, 30), layers=2)
+    kvsnap.save(made, tmp_path / "exact.kvsnap")
+    kvsnap.save(made, tmp_path / "q8.kvsnap", codec="q8")
+    exact, lossy = kvsnap.load(tmp_path / "exact.kvsnap"), kvsnap.load(tmp_path / "q8.kvsnap")
+    for a, b in ((exact, lossy), (lossy, exact), (lossy, lossy), (exact, exact)):
+        for head in diff(a, b).heads:
+            sides = [s.layers[head.layer].tensor(head.role) for s in (a, b)]
+            assert head.bound == sum(t.bound for t in sides if t is not None)
+
+
+def test_runs_are_counted_from_the_first_row_where_only_the_last_ids_are_stored() -> None:
+    whole = synthetic.snapshot(range(1, 41))
+    changed = synthetic.snapshot([*range(1, 21), 99, *range(22, 41)])
+    a, b = (replace(s, tokens=s.tokens[10:], runs=(Run("prompt", 30),)) for s in (whole, changed))
+    found = diff(a, b).tokens
+    assert (found.first, found.n_common) == (20, 10)
+    assert [(run.a, run.b, run.count) for run in found.runs] == [(21, 21, 19)]
+
+
+def test_the_error_over_all_layers_weighs_layers_by_what_they_hold() -> None:
+    a = synthetic.snapshot_of_kinds(range(1, 41), ["grow", "window8"])
+    factors = (1.001, 1.1)
+    b = replace(a, layers=tuple(
+        replace(layer, tensors=tuple(Tensor(t.spec, t.array * np.float32(f), start=t.start) for t in layer.tensors))
+        for layer, f in zip(a.layers, factors, strict=True)
+    ))  # fmt: skip
+    told = []
+    for role in ("k", "v"):
+        pairs = [(x.tensor(role).array.astype(float), y.tensor(role).array.astype(float))
+                 for x, y in zip(a.layers, b.layers, strict=True)]  # fmt: skip
+        d2, a2 = sum(((x - y) ** 2).sum() for x, y in pairs), sum((x**2).sum() for x, _ in pairs)
+        told.append(f"{role} {math.sqrt(d2 / a2):.3g}")
+    assert f"relative error over all layers: {', '.join(told)}" in diff(a, b).says
+
+
+def test_growth_tells_all_that_is_held() -> None:
+    a = synthetic.snapshot_of_kinds(range(1, 41), ["grow", "grow", "window8", "recurrent"])
+    b = synthetic.snapshot_of_kinds(range(1, 21), ["grow", "grow", "window8", "recurrent"])
+    found = {one.kind: (one.nbytes_a, one.nbytes_b) for one in diff(a, b).growth}
+    for kind, layers in (("full", (0, 1)), ("window", (2,)), ("state", (3,))):
+        assert found[kind] == tuple(sum(t.nbytes for n in layers for t in s.layers[n].tensors) for s in (a, b))
+
+
+def test_places_of_rows_that_stand_for_several_tokens_are_tokens() -> None:
+    a = synthetic.snapshot_of_kinds(range(1, 25), ["grow4"])
+    for place in diff(a, a).positions:
+        assert place.tokens_per_row == 4
+        assert place.rows.tolist() == [0, 4, 8, 12, 16, 20]
+        assert place.edges.tolist() == [0, 4, 8, 12, 16, 20, 24]

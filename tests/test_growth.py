@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 import kvsnap
 from kvsnap.cli import run
 from kvsnap.errors import FormatError, InputError, MissingError, UnsupportedError
+from kvsnap.formats.native import NativeFile
+from kvsnap.formats.native.told import state_parts
 from kvsnap.inspection.growth.answers import Growth
 from kvsnap.inspection.growth.growing import compared, layers_of
 from kvsnap.layout import Tensor
@@ -340,7 +343,16 @@ def test_json_and_csv(kv: Call) -> None:
 
 
 def test_a_session_turn_by_turn(kv: Call) -> None:
-    code, out, _ = kv(DATA / "tiny_session.kvsnap", "--turns")
+    path = DATA / "tiny_session.kvsnap"
+    code, out, _ = kv(path, "--turns", "--csv")
+    assert code == 0
+    turns = list(csv.DictReader(io.StringIO(out)))
+    history = kvsnap.Session.open(path, readonly=True, create=False).history
+    assert [(int(t["commit"]), t["operation"], int(t["n_tokens"])) for t in turns] == [
+        (h.commit, h.operation, h.n_tokens) for h in history
+    ]  # fmt: skip
+    assert int(turns[-1]["file_bytes"]) == path.stat().st_size
+    code, out, _ = kv(path, "--turns")
     assert code == 0
     assert "truncate" in out
     assert "checked against its own tensors" in out
@@ -380,3 +392,42 @@ def test_heads_that_transformers_repeats_are_told() -> None:
     assert made.points[0].cache_bytes == 2 * 60 * 128 * 64 * 2
     assert "each query head" in made.notes[0]
     assert kvsnap.growth({**config, "new_decoder_architecture": False}).notes == ()
+
+
+def test_what_is_told_as_stored_is_what_a_file_holds(tmp_path: Path) -> None:
+    made = snapshot_of_kinds(range(1, 101), ["grow", "grow4", "recurrent"])
+    for codec in ("exact", "q8"):
+        path = tmp_path / f"{codec}.kvsnap"
+        kvsnap.save(replace(made, logits=None), path, codec=codec)
+        with closing(NativeFile.open(path)) as file:
+            parts = [*next(iter(file.spans())).table.parts, *state_parts(file)]
+        assert len(parts) == sum(len(layer.tensors) for layer in made.layers)
+        held = sum(64 + align64(part.stored) for part in parts) + align64(4 * 100)
+        assert kvsnap.growth(path).at(100).stored[codec] == held
+
+
+def test_the_next_token_adds_what_a_window_still_takes_in() -> None:
+    made = kvsnap.growth(snapshot_of_kinds(range(1, 41), ["window8", "grow4"]))
+    window, rows = (sum(t.row_bytes for t in layer.tensors) for layer in made.layers)
+    for n in (0, 6, 7, 8, 100):  # a window of 8 keeps 7 rows between two passes
+        point = made.at(n)
+        assert point.bytes_per_token == rows / 4 + (window if n < 7 else 0)
+        assert point.kept_per_token == rows / 4 + window
+        assert point.cache_bytes == rows * (n // 4) + window * min(n, 7)
+        assert point.kept_bytes == rows * (n // 4) + window * n
+
+
+def test_a_budget_that_is_met_exactly_fits() -> None:
+    grows = kvsnap.growth(snapshot_of_kinds(range(1, 41), ["grow"]))
+    assert grows.fits(grows.nbytes(100)) == 100
+    assert grows.fits(grows.nbytes(100) - 1) == 99
+    state = kvsnap.growth(snapshot_of_kinds(range(1, 41), ["recurrent"]))
+    assert state.fits(state.nbytes(1)) is None
+    assert state.fits(state.nbytes(1) - 1) == 0
+
+
+def test_what_waits_for_its_row_is_one_less_than_a_group() -> None:
+    layers = kvsnap.growth({"model_type": "deepseek_v4"}).layers
+    waits = next(t for layer in layers for t in layer.tensors if (t.role, t.group) == ("buffer", 4))
+    assert [waits.rows(n) for n in (3, 4, 7, 8)] == [3, 0, 3, 0]
+    assert [waits.most_rows(n) for n in (0, 2, 3, 4, 100)] == [0, 2, 3, 3, 3]

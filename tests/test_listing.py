@@ -210,3 +210,15 @@ def test_a_notebook_shows_snapshots_and_heads() -> None:
     assert evil is not None
     assert "<script>" not in evil
     assert kvsnap.Snapshot()._repr_html_() is not None
+
+
+def test_the_total_of_a_fork_counts_the_files_that_its_history_starts_in() -> None:
+    files = {one.file_id: one for one in listing(DATA / "forks").files}
+    forks = [one for one in files.values() if one.parent]
+    assert forks
+    for one in files.values():
+        expected, at = one.nbytes, one
+        while at.parent:
+            at = files[at.parent]
+            expected += at.nbytes
+        assert one.total_bytes == expected

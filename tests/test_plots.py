@@ -181,8 +181,10 @@ def test_an_axis_of_powers_without_a_value_is_an_empty_one() -> None:
 
 
 def test_a_diverging_scale_has_zero_in_its_middle() -> None:
-    norm = norm_of(np.array([-1.0, 5.0]), logarithmic=False, diverging=True)
-    assert norm(0.0) == 0.5
+    for ends in ([-1.0, 5.0], [-5.0, 1.0]):
+        norm = norm_of(np.array(ends), logarithmic=False, diverging=True)
+        assert norm(0.0) == 0.5
+        assert (norm.vmin, norm.vmax) == (-5.0, 5.0)
 
 
 def test_a_cell_without_a_value_is_hatched_and_one_with_is_not() -> None:

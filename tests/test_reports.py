@@ -370,6 +370,24 @@ def test_each_file_has_its_own_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "<77>" not in found["none"].text
 
 
+def test_a_page_names_the_model_and_what_the_library_knows_of_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_only(monkeypatch)
+    with kvsnap.Library("library") as library:
+        with library.open("first") as session:
+            session.append(snapshot(range(1, 9), metadata={"model": "/models/of-mine/"}))
+        library.fork("first", "second")
+        with library.open("second") as session:
+            session.append(snapshot(range(1, 12), metadata={"model": "/models/of-mine/"}))
+        library.fork("second", "third")
+        path = library.session_path("second")
+    kvsnap.report(path, "r.html", text=False)
+    page = page_of()
+    assert "forked from@first at commit 2, 8 tokens of it" in page.text
+    assert "forks1: @third" in page.text
+    assert "modelof-mine, synthetic" in page.text
+    assert "/models" not in page.text
+
+
 def test_damaged_tensors_are_said_and_the_rest_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     draw_only(monkeypatch)
     kvsnap.save(snapshot(range(1, 40), layers=2, heads=4, dim=16), "s.kvsnap")
@@ -379,8 +397,10 @@ def test_damaged_tensors_are_said_and_the_rest_is_reported(monkeypatch: pytest.M
     Path("s.kvsnap").write_bytes(raw)
     made = kvsnap.report("s.kvsnap", "r.html")
     assert len(made.problems) == 1
-    assert "s.kvsnap" in made.problems[0]
+    assert made.problems[0].count("s.kvsnap") == 1
     page = page_of()
+    said = page.text.index("Not everything could be read. s.kvsnap: ")
+    assert said < page.text.index("cache, decoded")  # before anything is said to be exact
     assert "What could not be read" in page.text
     assert "What it is" in page.text
     assert "mean-norm-k" not in [f.name for f in made.figures]

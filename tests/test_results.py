@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pytest
 
-from kvsnap.results import Result, Table, plain, table_of
+from kvsnap.results import Result, Table, count, plain, size, table_of, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +79,11 @@ def test_a_notebook_shows_the_words_first_and_the_tables_in_the_order_of_a_reade
     items, other = spoken.tables()
     assert spoken._repr_html_() == f"<p>a &lt; b</p><p>and so on</p>{other.to_html()}{items.to_html()}"
     assert ANSWER._repr_html_() == ANSWER.tables()[0].to_html()
+
+
+def test_sizes_and_numbers_in_words() -> None:
+    told = [size(n) for n in (0, 999, 1000, 1_023, 78_349_999, 10**9, 10**12, 1234 * 10**12)]
+    assert told == ["0 B", "999 B", "1.0 kB", "1.0 kB", "78.3 MB", "1.0 GB", "1.0 TB", "1,234.0 TB"]
+    assert [count(n, "token") for n in (0, 1, 1000)] == ["0 tokens", "1 token", "1,000 tokens"]
+    cells = (None, True, False, 1234, 0.123456, 12345.678, float("inf"), "x")
+    assert [text_of(cell) for cell in cells] == ["", "yes", "no", "1,234", "0.1235", "1.235e+04", "inf", "x"]

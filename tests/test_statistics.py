@@ -700,3 +700,26 @@ def test_heads_of_one_layer_that_hold_other_rows_than_each_other_are_told_withou
         (0, "v", 0, 40), (0, "v", 1, 40), (0, "v", 2, 7), (0, "v", 3, 7), (1, "v", 0, 40), (1, "v", 1, 40),
     ]  # fmt: skip
     assert found.sinks == statistics(made, layers=[1]).sinks
+
+
+def test_sinks_are_told_from_an_eighth_of_the_layers_on() -> None:
+    layers = [{"k": drawn(seed=i), "v": drawn(seed=100 + i) + 5} for i in range(16)]
+    layers[3]["v"][:, 7] *= 0.01
+    assert statistics(snapshot_of(*layers)).sinks == ()
+    layers[9]["v"][:, 7] *= 0.01
+    (sink,) = statistics(snapshot_of(*layers)).sinks
+    assert (sink.row, sink.layers) == (7, (3, 9))
+    layers[3]["v"][:, 50, 0] = np.nan  # a row that cannot be told of changes nothing for the others
+    (again,) = statistics(snapshot_of(*layers)).sinks
+    assert (again.row, again.layers) == (7, (3, 9))
+    assert again.value_ratio == pytest.approx(sink.value_ratio, rel=0.02)
+
+
+@pytest.mark.parametrize(("varies", "dead"), [(0.0, True), (1e-4, True), (1e-2, False)])
+def test_a_head_is_dead_where_next_to_nothing_of_its_energy_varies(varies: float, dead: bool) -> None:
+    k = (1 + varies * drawn(seed=5)).astype(np.float32)
+    found = statistics(snapshot_of({"k": k, "v": drawn(seed=6)}))
+    wide = k.astype(np.float64)
+    shares = wide.var(axis=1).sum(axis=1) / (wide**2).mean(axis=1).sum(axis=1)
+    assert all((share <= 1e-6) == dead for share in shares)
+    assert [h.dead for h in found.heads if h.role == "k"] == [dead] * len(k)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvsnap import __version__
@@ -17,6 +18,7 @@ from kvsnap.inspection.diff.comparing import diff
 from kvsnap.inspection.exporting import refuse_cache
 from kvsnap.inspection.growth.answers import Growth
 from kvsnap.inspection.growth.growing import growth
+from kvsnap.inspection.listing import in_library
 from kvsnap.inspection.statistics import statistics
 from kvsnap.layout import Snapshot
 from kvsnap.library import Library
@@ -174,7 +176,9 @@ def report(
     head = title or (f"Report of {visible(shown[0])}" if len(shown) == 1 else f"Report of {len(shown)} files")
     n_tokens = sum(t.summary.n_tokens for t in told)
     lead = f"{count(n_tokens, 'token')} in {count(len(told), 'file')}, kvsnap {__version__}"
-    page = Page(head, lead, tuple(groups), notes=(text_note(with_text=text),))
+    notes = (*(Note(visible(f"Not everything could be read. {problem}"), bad=True) for problem in problems),
+             text_note(with_text=text))  # fmt: skip
+    page = Page(head, lead, tuple(groups), notes=notes)
     return _written(page, out, figures, figure_format, problems, steps, overwrite=overwrite)
 
 
@@ -250,11 +254,11 @@ def _check_page(path: str, *, overwrite: bool) -> None:
 
 def _told(name: str, path: str, options: _Options, steps: _Steps) -> _Told:
     key = options.key_of(path)
-    found = _Told(name, path, inspect(path, key=key), [])
+    found = _Told(name, path, _summary(path, key), [])
     try:
         for _ in range(_TRIES):
             snapshot = _read(found, key, options)
-            now = inspect(path, key=key)
+            now = _summary(path, key)
             if _state(now) == _state(found.summary):
                 break
             found = _Told(name, path, now, [])
@@ -268,9 +272,17 @@ def _told(name: str, path: str, options: _Options, steps: _Steps) -> _Told:
     except ExtraMissingError:
         raise
     except KvsnapError as error:
-        found.problem = f"{name}: {error}"
+        found.problem = str(error) if error.path == name else f"{name}: {error}"
         found.cards.append(_unread(error))
     return found
+
+
+def _summary(path: str, key: bytes | None) -> Summary:
+    """Return what the file is, with what its library, if it lies in one that can be read, says of it."""
+    summary = inspect(path, key=key)
+    with suppress(KvsnapError):
+        summary = replace(summary, library=in_library(path))
+    return summary
 
 
 def _read(found: _Told, key: bytes | None, options: _Options) -> Snapshot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ def overview(summary: Summary, *, with_text: bool) -> Card:
     facts = [
         ("titled", title), ("begins", begins), ("ends", ends), ("format", _format(summary)),
         ("tokens", _tokens(summary)), ("turns", _turn_words(summary)), ("forked from", _fork(summary)),
+        ("forks", _forks(summary)),
         ("geometry", "; ".join(group.text for group in summary.groups)), ("model", _identity(summary)),
         ("stored beside", _beside(summary)), ("sampler", _sampler(summary)),
         ("saved", when(summary.committed_ns or summary.created_ns)), ("shard", str(summary.shard or "")),
@@ -96,14 +98,30 @@ def _fork(summary: Summary) -> str:
     if fork is None:
         return ""
     there = "" if fork.found else f"; it is missing: {fork.reason}"
-    return f"{fork.parent} at commit {fork.commit}, {count(fork.n_tokens, 'token')} of it{there}"
+    names = summary.library.parent_names if summary.library is not None else ()
+    parent = ", ".join(f"@{name}" for name in names) or fork.parent
+    return f"{parent} at commit {fork.commit}, {count(fork.n_tokens, 'token')} of it{there}"
+
+
+def _forks(summary: Summary) -> str:
+    here = summary.library
+    if here is None or not here.n_forks:
+        return ""
+    return f"{here.n_forks:,}: {', '.join(f'@{name}' for name in here.fork_names) or 'without a name'}"
 
 
 def _identity(summary: Summary) -> str:
     identity = summary.identity
-    words = [identity.architecture, f"{count(len(identity.weights), 'weight')} digested" if identity.weights else ""]
+    name = os.path.basename(summary.metadata.get("model", "").rstrip("/"))
+    words = [
+        name,
+        identity.architecture,
+        identity.engine,
+        f"{count(len(identity.weights), 'weight')} digested" if identity.weights else "",
+    ]
     told = ", ".join(word for word in words if word)
-    return told or "not known: a restore cannot tell whether the model is the right one"
+    unknown = "" if identity.weights else "not known: a restore cannot tell whether the model is the right one"
+    return "; ".join(word for word in (told, unknown) if word)
 
 
 def _beside(summary: Summary) -> str:
@@ -144,7 +162,7 @@ def sizes(summary: Summary) -> Card | None:
         bound = "exact" if not stored.bound else f"bound {stored.bound:.3g}"
         bars[visible(name)] = (
             stored.stored / scale,
-            f"{size(stored.stored)} of {size(stored.decoded)} decoded, {bound}",
+            f"{size(stored.stored)}, decoded {size(stored.decoded)}, {bound}",
         )
     blocks: list[Block] = [
         Figure("sizes", Bars("Stored bytes by encoding", unit, bars, tuple(1 + i % 3 for i in range(len(bars)))))
@@ -167,7 +185,7 @@ def turns_of(turns: Sequence[Turn]) -> Card | None:
     for turn in turns:
         change = turn.n_tokens - before
         written = turn.offset - previous.offset if previous is not None else turn.offset
-        words = [f"{change:+,} tokens", size(max(0, written)), "" if turn.complete else "cut off"]
+        words = [f"{change:+,} tokens", size(max(0, written)), "" if turn.complete else "not complete"]
         bars.append(TurnBar(
             name=str(turn.commit), before=before, after=turn.n_tokens, what=turn.operation, complete=turn.complete,
             text=visible(", ".join(word for word in words if word)),

@@ -48,7 +48,8 @@ def cards_of_growth(growth: Growth) -> list[Card]:
         (p.n_tokens, p.cache_bytes, p.kept_bytes, p.bytes_per_token, *p.stored.values()) for p in growth.points
     )
     if rows:
-        names = ("tokens", "cache_bytes", "all_rows_kept", "bytes_per_token", *(f"stored_{c}" for c in codecs))
+        stored = (f"bytes stored as {codec}" for codec in codecs)
+        names = ("tokens", "cache_bytes", "bytes with all rows kept", "bytes_per_token", *stored)
         blocks.append(Listing(Table("At these lengths", names, rows)))
     if growth.checked:
         blocks.append(Claims(tuple(

@@ -25,10 +25,13 @@ _SOURCES = {
 _MOST_LINES = 6
 _EXCERPT = 2400
 """Characters of the text that are shown."""
-_COLUMNS = (
-    "name", "verdict", "kl_mean", "kl_se", "kl_median", "kl_p99", "kl_max", "top1", "top5", "perplexity",
-    "perplexity_change", "logit_error", "n", "n_bad", "bound", "stored_bytes",
-)  # fmt: skip
+_COLUMNS = {
+    "name": "cache", "verdict": "verdict", "kl_mean": "mean KL", "kl_se": "± its error", "top1": "top-1, %",
+    "perplexity": "perplexity", "perplexity_change": "change, %", "stored_bytes": "stored bytes", "n": "places",
+    "n_bad": "left out", "kl_median": "median KL", "kl_p99": "99 % below", "kl_max": "largest KL", "top5": "top-5, %",
+    "logit_error": "largest logit error", "bound": "bound of a value",
+}  # fmt: skip
+_PERCENT = ("top1", "top5", "perplexity_change")
 
 
 def cards_of_quality(quality: Quality, *, with_text: bool) -> list[Card]:
@@ -65,11 +68,16 @@ def _verdicts(quality: Quality, *, with_text: bool) -> Card:
     notes = [*quality.notes, *(f"{e.name}: {note}" for e in quality.others for note in e.notes)]
     if notes:
         said += [Text("About these figures:", quiet=True), Claims(tuple((visible(note), None) for note in notes))]
-    rows = tuple(
-        tuple(visible(e.name) if name == "name" else getattr(e, name) for name in _COLUMNS) for e in quality.others
-    )
-    said.append(Listing(Table("Every encoding", _COLUMNS, rows)))
+    rows = tuple(tuple(_cell(e, name) for name in _COLUMNS) for e in quality.others)
+    said.append(Listing(Table("Every encoding; KL in nats", tuple(_COLUMNS.values()), rows)))
     return Card("What it costs the model", tuple(said))
+
+
+def _cell(effect: Effect, name: str) -> str | float | None:
+    value: str | float | None = getattr(effect, name)
+    if isinstance(value, str):
+        return visible(value)
+    return value if value is None or name not in _PERCENT else 100 * value
 
 
 def _sentence(effect: Effect) -> str:
