@@ -343,7 +343,16 @@ def test_json_and_csv(kv: Call) -> None:
 
 
 def test_a_session_turn_by_turn(kv: Call) -> None:
-    code, out, _ = kv(DATA / "tiny_session.kvsnap", "--turns")
+    path = DATA / "tiny_session.kvsnap"
+    code, out, _ = kv(path, "--turns", "--csv")
+    assert code == 0
+    turns = list(csv.DictReader(io.StringIO(out)))
+    history = kvsnap.Session.open(path, readonly=True, create=False).history
+    assert [(int(t["commit"]), t["operation"], int(t["n_tokens"])) for t in turns] == [
+        (h.commit, h.operation, h.n_tokens) for h in history
+    ]  # fmt: skip
+    assert int(turns[-1]["file_bytes"]) == path.stat().st_size
+    code, out, _ = kv(path, "--turns")
     assert code == 0
     assert "truncate" in out
     assert "checked against its own tensors" in out

@@ -18,7 +18,7 @@ import pytest
 
 import kvsnap
 from kvsnap.cli import run
-from kvsnap.errors import FormatError, InputError
+from kvsnap.errors import FormatError, InputError, UnsupportedError
 from kvsnap.layout import Layer, Snapshot, Tensor
 from report_pages import page_of
 from spec_file import Minimal
@@ -207,6 +207,28 @@ def test_an_identity_may_say_anything(identity: dict[str, Any], tmp_path: Path) 
     assert kvsnap.diff(path, other).verdict in ("identical", "besides")
     assert kvsnap.diff(other, path).verdict in ("identical", "besides")
     assert time.process_time() - started < 5
+
+
+HQQ = '{"axis_key":1,"axis_value":1,"bits":4,"group":4,"kind":"hqq","residual":128}'
+
+
+@pytest.mark.parametrize("quantisation", [HQQ, '{"bits":8,"kind":"fp8"}', '{"bits":1e999,"kind":"x"}'])
+@pytest.mark.parametrize("roles", [("k", "v"), ("code", "scale"), ("residual", "residual"), ("code", "code")])
+def test_a_layer_that_is_called_quantised_and_is_not_is_refused(
+    quantisation: str, roles: tuple[str, str], tmp_path: Path
+) -> None:
+    made = Minimal()
+    made.layout["layers"][0]["quantisation"] = quantisation
+    for tensor, role in zip(made.layout["tensors"], roles, strict=False):
+        tensor.update(role=role, growth="replaced", axes=["row", "dim"], shape=[0, 8], row_axis=0)
+    made.state["parts"] += [{"tensor": i, "n_rows": 3, "data": made.k.tobytes()} for i in (0, 1)]
+    made.span["parts"] = []
+    path = tmp_path / "a.kvsnap"
+    path.write_bytes(made.build())
+    assert kvsnap.inspect(path).groups
+    for look in (kvsnap.growth, kvsnap.statistics, lambda p: kvsnap.diff(p, p)):
+        with pytest.raises((FormatError, UnsupportedError), match=r"layer|residual"):
+            look(path)
 
 
 @pytest.mark.parametrize("option", ["--at", "--budget"])

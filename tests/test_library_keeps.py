@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -285,3 +286,21 @@ def test_a_name_that_moves_while_one_looks_is_followed(library: Library, monkeyp
     assert [e.state for e in library.list()] == ["ok"]
     monkeypatch.setattr(place.Place, "listing", other)
     assert library.check().ok
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system takes no other bytes in the names of files")
+def test_a_name_in_another_encoding_keeps_its_session(tmp_path: Path) -> None:
+    with Library(tmp_path / "library") as library:
+        for name in ("été", "plain"):
+            with library.open(name) as session:
+                session.append(snapshot(range(1, 9)))
+        names = os.fsencode(tmp_path / "library" / "names")
+        os.rename(os.path.join(names, "été".encode()), os.path.join(names, "été".encode("latin-1")))
+    with Library(tmp_path / "library") as library:
+        assert [entry.name for entry in library.list()] == ["plain"]
+        report = library.collect()
+        assert (report.removed, report.held_by) == ((), ("names/\\udce9t\\udce9",))
+        assert [e.names for e in library.prune(0).evicted] == [("plain",)]
+    os.rename(os.path.join(names, "été".encode("latin-1")), os.path.join(names, "été".encode()))
+    with Library(tmp_path / "library") as library:
+        assert [(entry.name, entry.state) for entry in library.list()] == [("été", "ok")]

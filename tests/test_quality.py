@@ -299,7 +299,7 @@ def test_no_more_places_than_asked_for(stored: Snapshot) -> None:
     assert "of the text 10 of 45 places are compared" in found.notes
 
 
-def test_what_cannot_be_asked(stored: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_asked(stored: Snapshot, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine = tiny()
     with pytest.raises(InputError, match="nothing to compare"):
         kvsnap.quality(stored, (), engine, continuation=TEXT)
@@ -325,8 +325,13 @@ def test_what_cannot_be_asked(stored: Snapshot, monkeypatch: pytest.MonkeyPatch)
         kvsnap.quality(stored, stored, engine, n_tokens=0)
     with pytest.raises(ContextError):
         kvsnap.quality(stored, stored, engine, continuation=TEXT * 20, n_tokens=800)
-    with pytest.raises(CompatibilityError):
+    with pytest.raises(CompatibilityError) as refused:
         kvsnap.quality(stored, stored, kvsnap.connect(tiny_llama(seed=1)), continuation=TEXT)
+    assert refused.value.path is None
+    nameless = tmp_path / "nameless"  # says which of the files it is
+    replace(stored, identity=replace(stored.identity, weights=())).save(nameless)
+    with pytest.raises(CompatibilityError, match="nameless: the snapshot is not for this model: weights"):
+        kvsnap.quality(stored, (stored, nameless), engine, continuation=TEXT)
     taken = kvsnap.quality(
         stored, stored, kvsnap.connect(tiny_llama(seed=1)), continuation=TEXT, accept=["weights"], n_tokens=5
     )

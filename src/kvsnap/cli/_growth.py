@@ -66,7 +66,9 @@ _PROBE = 40
     "--check", is_flag=True, help="Run the model of a configuration without weights, shapes alone, and compare."
 )
 @page_options(has_text=False)
-@click.option("--csv", "as_csv", is_flag=True, help="Print the lengths of all sources as CSV.")
+@click.option(
+    "--csv", "as_csv", is_flag=True, help="Print the lengths of all sources as CSV, or with --turns their turns."
+)
 @library_option
 @key_options()
 @json_option
@@ -105,7 +107,7 @@ def growth(
     if as_json:
         emit({"budget": room, "sources": [_data(one, room) for one in found]})
     elif as_csv:
-        _print_csv(found)
+        (_print_csv_of_turns if turns else _print_csv)(found)
     else:
         _print(found, room, kinds=kinds, turns=turns)
     if any(not one.ok for made in found for one in made.checked):
@@ -194,6 +196,14 @@ def _print_csv(found: Sequence[Growth]) -> None:
                  point.bytes_per_token, point.kept_bytes, *(point.by_kind.get(kind, 0) for kind in kinds),
                  *(point.stored.get(name, "") for name in codecs)]
             )  # fmt: skip
+
+
+def _print_csv_of_turns(found: Sequence[Growth]) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(["source", "commit", "operation", "n_tokens", "file_bytes"])
+    for made in found:
+        for turn in made.history:
+            writer.writerow([*csv_row((made.source,)), turn.commit, turn.operation, turn.n_tokens, turn.file_bytes])
 
 
 # -- for people ------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def quantisation_words(text: str) -> str:
         data = json.loads(text)
         kind, bits = data["kind"], int(data["bits"])
         group, residual = int(data.get("group", 0)), int(data.get("residual", 0))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return text
     told = [f"kept as codes of {bits} {'bit' if bits == 1 else 'bits'} ({kind})"]
     told += [f"a scale for {group} values"] if group else ["a scale for each tensor"] if kind == "fp8" else []

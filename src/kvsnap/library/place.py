@@ -30,7 +30,18 @@ from kvsnap.errors import (
 from kvsnap.files import TEMPORARY_PREFIX, Appender, Reader, make_directory, move, remove, translate, write_whole
 from kvsnap.library.names import check_name
 
-__all__ = ["LINK", "OF_OTHERS", "Listing", "Place", "Pointer", "Seen", "Settings", "file_id_of", "session_name"]
+__all__ = [
+    "LINK",
+    "OF_OTHERS",
+    "UNDECODED",
+    "Listing",
+    "Place",
+    "Pointer",
+    "Seen",
+    "Settings",
+    "file_id_of",
+    "session_name",
+]
 
 MARKER = "kvsnap-library"
 VERSION = 1
@@ -42,6 +53,8 @@ _ID = re.compile(r"([0-9a-f]{32})\.kvsnap")
 _POINTER = re.compile(rb"kvsnap-name 1\nfile ([0-9a-f]{32})\npinned ([01])\n")
 _SMALL = 1 << 16
 LINK = "a symbolic link, which is not followed"
+UNDECODED = "its name cannot be decoded"
+"""A name in another encoding than that of the system now: it means a session all the same."""
 OF_OTHERS = "it belongs to another user"
 _WAIT = 10.0
 _TICK = 100_000_000
@@ -365,7 +378,7 @@ def _foreign(name: str, facts: os.stat_result, owners: set[int]) -> str:
     try:
         name.encode()
     except UnicodeEncodeError:
-        return "its name cannot be decoded"
+        return UNDECODED
     if stat.S_ISLNK(facts.st_mode):
         return LINK
     if not stat.S_ISREG(facts.st_mode):

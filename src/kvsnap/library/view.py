@@ -17,6 +17,7 @@ from kvsnap.library.place import (
     OF_OTHERS,
     QUARANTINE,
     SESSIONS,
+    UNDECODED,
     Place,
     Pointer,
     Seen,
@@ -202,7 +203,7 @@ def _is_gone(place: Place, view: View, file_id: str) -> bool:
 def _look_at_names(place: Place, view: View) -> None:
     listing = place.listing(NAMES)
     view.bad_names.update(listing.others)
-    view.unread_names += [name for name, why in sorted(listing.others.items()) if why in (LINK, OF_OTHERS)]
+    view.unread_names += [name for name, why in sorted(listing.others.items()) if why in (LINK, OF_OTHERS, UNDECODED)]
     for name, seen in sorted(listing.ours.items()):
         try:
             check_name(name)

@@ -31,7 +31,7 @@ from kvsnap.inspection.growth.settings import INSIDE, text_settings
 from kvsnap.inspection.summary import refuse_key
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Described, Engine
-from kvsnap.quantised import Quantisation
+from kvsnap.quantised import Quantisation, shape_of
 from kvsnap.tensors import INPUT_NAMES, Layer, Tensor
 
 __all__ = ["compared", "growth", "layers_of"]
@@ -244,8 +244,13 @@ def _plain(tensors: Sequence[Tensor]) -> Iterator[TensorGrowth]:
 
 
 def _coded(layer: Layer, tensors: Sequence[Tensor]) -> Iterator[TensorGrowth]:
-    """Yield the rules of a layer that keeps codes, as they are when all rows are codes: behind a prefill."""
+    """Yield the rules of a layer that keeps codes, as they are when all rows are codes: behind a prefill.
+
+    Raise `FormatError` where its tensors are not two of each kind, or do not fit each other.
+    """
     how = Quantisation.of(layer.quantisation)
+    for of_values in (0, 1):
+        shape_of(layer, of_values=bool(of_values))
     seen: dict[str, int] = {}
     widths = [t.spec.shape[0] * t.spec.shape[2] for t in tensors if t.role == "residual"]
     for tensor in tensors:
@@ -256,7 +261,7 @@ def _coded(layer: Layer, tensors: Sequence[Tensor]) -> Iterator[TensorGrowth]:
             continue
         packed = spec.role == "code" and how.by_rows(bool(of_values))
         group = how.group * (how.per_number if packed else 1)
-        yield TensorGrowth(kind="codes", spec=spec, group=group, held="codes", values=widths[of_values])
+        yield TensorGrowth(kind="codes", spec=spec, group=group, held="codes", values=widths[min(of_values, 1)])
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------

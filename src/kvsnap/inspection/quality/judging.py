@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvsnap import formats
 from kvsnap.codecs import codec_of_name
-from kvsnap.errors import InputError, UnsupportedError
+from kvsnap.errors import CompatibilityError, ContextError, InputError, UnsupportedError
 from kvsnap.files import status
 from kvsnap.formats import colikv, native
 from kvsnap.identity import compare
@@ -44,6 +44,8 @@ ROUNDED = ("bfloat16", "float16")
 _FEW = 100
 """Places of which a note says that they are few."""
 _GREEDY = SamplerState(Sampler(), RandomState(0))
+_UNNAMED = "snapshot"
+"""What a cache is called that lies in no file."""
 
 
 @runtime_checkable
@@ -100,7 +102,7 @@ def quality(
     opened += [_rounded(whole, one) for one in dtypes]
     caches, known = _aligned([cache for cache, _ in opened], last)
     with able.aside():
-        notes = _checked([cache for cache, _ in opened], able, accept)
+        notes = _checked([(cache, named.name) for cache, named in opened], able, accept)
         judge = _Judge(able, cast="dtype" in accept, progress=progress)
         if last is not None:
             source, text = "last", known
@@ -127,7 +129,7 @@ def _able(engine: Engine) -> Scoring:
 
 def _opened(source: Source) -> tuple[Snapshot, Named]:
     if isinstance(source, Snapshot):
-        return source, Named(name=str(source.source.get("path") or "snapshot"), bound=source.bound)
+        return source, Named(name=str(source.source.get("path") or _UNNAMED), bound=source.bound)
     if not isinstance(source, str | os.PathLike):
         raise InputError("a cache is a snapshot or the path of a file", found=type(source).__name__)
     path = os.fspath(source)
@@ -198,14 +200,18 @@ def _aligned(caches: Sequence[Snapshot], last: int | None) -> tuple[list[Snapsho
     return [cache.truncate(stop) for cache in caches], tokens[stop:]
 
 
-def _checked(caches: Sequence[Snapshot], engine: Scoring, accept: Sequence[str]) -> list[str]:
-    """Raise `CompatibilityError` for a cache of another model; return what was accepted, a sentence each."""
+def _checked(caches: Sequence[tuple[Snapshot, str]], engine: Scoring, accept: Sequence[str]) -> list[str]:
+    """Raise `CompatibilityError` for the named cache of another model; return what was accepted, a sentence each."""
     found, told = engine.identity(), []
-    for cache in caches:
+    for cache, name in caches:
         facts: dict[str, Any] = {
             "needed": cache.token_offset, "limit": engine.context_limit, "shard": str(cache.shard or "")
         }  # fmt: skip
-        compare(cache.identity, found, accept=accept, **facts).raise_if_refused()
+        try:
+            compare(cache.identity, found, accept=accept, **facts).raise_if_refused()
+        except (CompatibilityError, ContextError) as error:
+            error.path = error.path or (name if name != _UNNAMED else None)
+            raise
         told += [f"accepted: {f}" for f in compare(cache.identity, found, **facts).refusals]
     return list(dict.fromkeys(told))
 
