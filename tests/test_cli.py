@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import numpy as np
 import pytest
 
 import kvsnap
+from kvsnap import cli
 from kvsnap.cli import _output, root, run
 from kvsnap.cli._model import choose_model, idle_settings, parse_sampler, sampler_state
 from kvsnap.errors import InputError
@@ -185,6 +189,33 @@ def test_an_interrupt_is_130(kv: Call, sealed: Path, monkeypatch: pytest.MonkeyP
     assert (done.code, done.err) == (130, "kvsnap: interrupted\n")
     error = kv("info", sealed, "--json").data["error"]
     assert (error["kind"], error["exit_code"], error["path"]) == ("interrupted", 130, None)
+
+
+def test_an_interrupt_that_a_library_swallows_is_130_too(
+    kv: Call, sealed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def swallowed(path: str, **_: object) -> None:
+        if sent:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        raise ValueError("of a library in C")
+
+    monkeypatch.setattr(kvsnap, "inspect", swallowed)
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for sent in (False, True):
+            monkeypatch.setattr("sys.argv", ["kvsnap", "info", str(sealed)])
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+            assert ended.value.code == (130 if sent else 1)
+        sent = False
+        assert kv("info", sealed).code == 130  # so soon behind it
+        cli._interrupt.at -= 3
+        assert kv("info", sealed).code == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+        cli._interrupt.at = -math.inf
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGPIPE")

@@ -8,11 +8,15 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import click
@@ -55,6 +59,8 @@ from kvsnap.reports.escaping import visible
 __all__ = ["main", "root", "run"]
 
 _BROKEN_PIPE, _USAGE = 141, 2
+_SWALLOWED = 2.0
+"""Seconds behind Ctrl-C in which an error that is nobody's comes of it."""
 
 
 @click.group(cls=Overview, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -131,7 +137,23 @@ def _fail(code: int, data: dict[str, Any], text: str, *, as_json: bool) -> int:
     return code
 
 
+class _Interrupt:
+    """When Ctrl-C came: a library in C may swallow what it raises, and fail with an error of its own."""
+
+    def __init__(self) -> None:
+        self.at = -math.inf
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.at = time.monotonic()
+        signal.default_int_handler(number, frame)
+
+
+_interrupt = _Interrupt()
+
+
 def _bug(error: BaseException, *, as_json: bool) -> int:
+    if time.monotonic() - _interrupt.at < _SWALLOWED:
+        return _fail(INTERRUPTED, interruption(), "interrupted", as_json=as_json)
     if os.environ.get("KVSNAP_DEBUG"):
         traceback.print_exception(error)
     what = f"{type(error).__name__}: {error}".strip()
@@ -186,6 +208,8 @@ def run(args: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Run the command line of this process."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started this process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 # for the whole process
