@@ -438,6 +438,16 @@ def test_a_turn_that_was_cut_inside_does_not_hide_the_others(tmp_path: Path, sho
     assert [(t["stop"], t["text"]) for t in turns] == [(4, "abcd"), (6, None), (7, None), (8, "h")]
 
 
+def test_a_notebook_shows_times_as_dates(tmp_path: Path) -> None:
+    path = tmp_path / "a.kvsnap"
+    snapshot((1, 2, 3)).save(path)
+    found = replace(kvsnap.inspect(path), created_ns=1_796_057_627_492_270_652)
+    html = found._repr_html_()
+    assert "<td>created</td><td>2026-11-30 16:53:47 UTC</td>" in re.sub(r"<td[^>]*>", "<td>", html)
+    assert "_ns" not in html
+    assert found.to_dict()["created_ns"] == 1_796_057_627_492_270_652
+
+
 def test_where_the_chain_of_commits_is_broken_each_part_is_told_by_itself(tmp_path: Path, shown: Shown) -> None:
     path = tmp_path / "a.kvsnap"
     with Session.open(path) as session:
