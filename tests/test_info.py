@@ -114,6 +114,8 @@ def test_info_of_a_golden_kvsnap_file_agrees_with_its_snapshot(path: Path) -> No
         pytest.importorskip("cryptography")
     found, loaded = kvsnap.inspect(path, key=key), kvsnap.load(path, key=key)
     assert (found.n_tokens, found.n_rows, found.n_pending) == (len(loaded.tokens), loaded.n_rows, loaded.n_pending)
+    generated = sum(run.count for run in loaded.runs if run.kind == "generated")
+    assert (found.n_generated, found.n_prompt) == (generated, len(loaded.tokens) - generated)
     assert found.tensor_bytes == loaded.nbytes == sum(p.decoded for p in found.parts)
     assert sum(x.decoded for x in found.layers) == sum(t.nbytes for t in loaded.tensors())
     assert {name: s.stored for name, s in found.stored.items()} == {
@@ -280,6 +282,27 @@ def test_a_cut_span_counts_the_rows_that_stay(tmp_path: Path) -> None:
     assert [x.stored for x in cut.layers] == [x.stored for x in whole.layers]  # the bytes are there all the same
 
 
+def test_a_row_for_several_tokens_adds_its_part_for_each(tmp_path: Path) -> None:
+    path = tmp_path / "a.kvsnap"
+    made = snapshot_of_kinds(range(1, 24), ["grow", "grow4", "grow4+recurrent"])
+    kvsnap.save(made, path)
+    found = kvsnap.inspect(path)
+    expected = [
+        sum(t.spec.nbytes(4) / 4 / t.spec.tokens_per_row for t in x.tensors if t.spec.grows) for x in made.layers
+    ]
+    assert [x.bytes_per_token for x in found.layers] == expected
+    assert sum(g.bytes_per_token for g in found.groups) == sum(expected)
+
+
+def test_no_adapters_are_known_and_adapters_that_are_not_told_are_not(tmp_path: Path) -> None:
+    made = snapshot(range(1, 9))
+    for adapters, known in (((), True), (None, False)):
+        path = tmp_path / f"{known}.kvsnap"
+        kvsnap.save(replace(made, identity=replace(made.identity, adapters=adapters)), path)
+        found = kvsnap.inspect(path)
+        assert ("adapters" in found.identity_known, "adapters" in found.identity_unknown) == (known, not known)
+
+
 @pytest.mark.parametrize("ends", [(6, 19), (6, 9, 12), (4, 20, 22, 40)])
 def test_rows_of_a_window_before_a_gap_are_stored_and_not_decoded(ends: tuple[int, ...], tmp_path: Path) -> None:
     path = tmp_path / "a.kvsnap"
@@ -415,6 +438,16 @@ def test_a_turn_that_was_cut_inside_does_not_hide_the_others(tmp_path: Path, sho
     assert [(t["stop"], t["text"]) for t in turns] == [(4, "abcd"), (6, None), (7, None), (8, "h")]
 
 
+def test_a_notebook_shows_times_as_dates(tmp_path: Path) -> None:
+    path = tmp_path / "a.kvsnap"
+    snapshot((1, 2, 3)).save(path)
+    found = replace(kvsnap.inspect(path), created_ns=1_796_057_627_492_270_652)
+    html = found._repr_html_()
+    assert "<td>created</td><td>2026-11-30 16:53:47 UTC</td>" in re.sub(r"<td[^>]*>", "<td>", html)
+    assert "_ns" not in html
+    assert found.to_dict()["created_ns"] == 1_796_057_627_492_270_652
+
+
 def test_where_the_chain_of_commits_is_broken_each_part_is_told_by_itself(tmp_path: Path, shown: Shown) -> None:
     path = tmp_path / "a.kvsnap"
     with Session.open(path) as session:
@@ -505,6 +538,23 @@ def test_a_fork_tells_its_parent_and_what_is_left_without_it(tmp_path: Path, sho
     assert "beside it" in out
     assert "not beside it" in err
     assert json_of(shown, "info", new)["error"]["exit_code"] == MissingError.exit_code
+
+
+def test_a_fork_of_a_fork_counts_all_files_above_it(tmp_path: Path) -> None:
+    with kvsnap.Library(tmp_path / "library") as library:
+        with library.open("first") as session:
+            session.append(snapshot((1, 2, 3, 4)))
+        for parent, name, n in (("first", "second", 6), ("second", "third", 9)):
+            library.fork(parent, name)
+            with library.open(name) as session:
+                session.append(snapshot(tuple(range(1, n + 1))))
+        paths = [library.session_path(name) for name in ("first", "second", "third")]
+    found = kvsnap.inspect(paths[2])
+    assert found.fork is not None
+    assert (found.fork.depth, found.fork.n_tokens, found.fork.own_tokens) == (2, 6, 3)
+    assert found.fork.above_bytes == sum(map(os.path.getsize, paths[:2]))
+    assert found.turns is not None
+    assert (found.turns.n_live, found.turns.n_inherited) == (3, 2)
 
 
 def test_an_unreadable_index_leaves_what_the_commit_says(tmp_path: Path, shown: Shown) -> None:

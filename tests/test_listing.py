@@ -222,3 +222,11 @@ def test_the_total_of_a_fork_counts_the_files_that_its_history_starts_in() -> No
             at = files[at.parent]
             expected += at.nbytes
         assert one.total_bytes == expected
+
+
+def test_a_file_of_another_format_tells_that_its_answer_was_cut_off(tmp_path: Path) -> None:
+    for stop in ("length", "end"):
+        snapshot((1, 2, 3), metadata={"stop": stop}).save(tmp_path / f"{stop}.safetensors", format="safetensors")
+    assert {f.name: f.complete for f in kvsnap.listing(tmp_path).files} == {
+        "length.safetensors": False, "end.safetensors": True,
+    }  # fmt: skip

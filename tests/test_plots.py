@@ -32,6 +32,7 @@ from kvsnap.plots import (
 )
 from kvsnap.plots.hover import rounded
 from kvsnap.plots.matrices import norm_of
+from kvsnap.results import text_of
 
 NASTY = '</svg><script>alert("1")</script> $x_{1}$ & \\frac{1}{2} $'
 
@@ -224,6 +225,17 @@ def test_a_logarithmic_axis_of_a_flat_line_has_numbers() -> None:
     assert max(heights) - min(heights) < 10  # 4 % more must not look like a cliff
     alone = Lines(title="g", x="n", y="nats", lines=(Line("a", lengths, np.full(3, 1e-3)),), logarithmic_y=True)
     assert {"0.001", "0.01"} <= set(texts_in(alone))
+
+
+def test_large_numbers_are_told_without_powers_of_ten() -> None:
+    picture = Lines(
+        title="g", x="tokens", y="MB", lines=(Line("a", np.array([131072, 262144]), np.array([6039.797, 12079.59])),)
+    )
+    hover = drawn(picture).hover
+    assert isinstance(hover, Marks)
+    assert [mark.text for mark in hover.rows[0]] == ["tokens 131,072: 6,040 MB", "tokens 262,144: 12,080 MB"]
+    assert [text_of(cell) for cell in picture.table().rows[1][1:]] == ["262,144", "12,080"]
+    assert [text_of(value) for value in (1536.0, 0.012345, 1.5e-7, 2e18)] == ["1,536", "0.01235", "1.5e-07", "2e+18"]
 
 
 def test_an_axis_of_percents_ends_at_100() -> None:

@@ -118,6 +118,7 @@ def test_divergence_by_hand() -> None:
     assert np.isposinf(other.kl[0])  # what the reference holds for possible, the other does not
     assert (same.kl[0], same.logit_error[0], same.agrees[0]) == (0, 0, True)
     assert (one.agrees[0], one.other.chosen[0]) == (False, 2)
+    assert one.overlap[0] == same.overlap[0] == 1  # of three ids, which are all there are
     assert one.logit_error[0] == pytest.approx(math.log(2), rel=1e-6)  # of the two that are finite in both
     assert one.other.nll[0] == pytest.approx(math.log(4), rel=1e-6)
 
@@ -141,6 +142,7 @@ def test_logits_far_from_zero_and_blocks_of_places(monkeypatch: pytest.MonkeyPat
 
 def test_places_without_numbers_are_counted_and_left_out() -> None:
     mine = np.random.default_rng(1).normal(size=(6, 9)).astype(np.float32)
+    mine[:, 3] = 9  # the most probable one of both sides, if a NaN could be one
     theirs, targets = mine + np.float32(0.01) * mine[::-1], np.zeros(6, dtype=np.int64)
     whole = apart(mine, theirs, targets)
     theirs[1, 3], theirs[2, 3], theirs[4] = np.nan, np.inf, -np.inf
@@ -154,6 +156,7 @@ def test_places_without_numbers_are_counted_and_left_out() -> None:
     effect = effect_of(Named(name="x"), found, predicted(mine, targets), lambda _: None)
     assert (effect.n, effect.n_bad, effect.verdict) == (3, 3, "broken")
     assert effect.kl_mean == pytest.approx(whole.kl[good].mean())
+    assert (effect.kl_median, effect.kl_p99) == tuple(np.percentile(whole.kl[good], (50, 99)))
     nothing = effect_of(Named(name="x"), apart(mine, mine * np.nan, targets), predicted(mine, targets), lambda _: None)
     assert (nothing.n, nothing.n_bad, nothing.kl_mean, nothing.perplexity, nothing.top1) == (0, 6, None, None, None)
     assert nothing.verdict == "broken"

@@ -86,4 +86,4 @@ def test_sizes_and_numbers_in_words() -> None:
     assert told == ["0 B", "999 B", "1.0 kB", "1.0 kB", "78.3 MB", "1.0 GB", "1.0 TB", "1,234.0 TB"]
     assert [count(n, "token") for n in (0, 1, 1000)] == ["0 tokens", "1 token", "1,000 tokens"]
     cells = (None, True, False, 1234, 0.123456, 12345.678, float("inf"), "x")
-    assert [text_of(cell) for cell in cells] == ["", "yes", "no", "1,234", "0.1235", "1.235e+04", "inf", "x"]
+    assert [text_of(cell) for cell in cells] == ["", "yes", "no", "1,234", "0.1235", "12,346", "inf", "x"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvsnap.errors import ExtraMissingError
 
-__all__ = ["NOTEBOOK_ROWS", "Result", "Table", "count", "plain", "size", "text_of"]
+__all__ = ["NOTEBOOK_ROWS", "Result", "Table", "count", "float_text", "plain", "size", "text_of"]
 
 NOTEBOOK_ROWS = 200
 """Rows of a table that a notebook is given; the rest is counted."""
@@ -124,7 +124,7 @@ def plain(value: Any) -> Any:
 
 
 def text_of(value: Cell) -> str:
-    """Return a cell for people: thousands apart, floats with four significant digits, nothing for None."""
+    """Return a cell for people: thousands apart, floats as `float_text` tells them, nothing for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -132,8 +132,15 @@ def text_of(value: Cell) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:.4g}" if math.isfinite(value) else str(value)
+        return float_text(value)
     return value
+
+
+def float_text(value: float) -> str:
+    """Return a number with four significant digits, thousands apart; a large one without its fraction."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:,.4g}"
 
 
 def size(n_bytes: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -158,6 +159,10 @@ class InLibrary:
     last_use_ns: int
 
 
+def _date(time_ns: Any) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_ns / 1e9)) if time_ns else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary(Result):
     """What `inspect` tells of a file. No tensor byte is read.
@@ -260,7 +265,10 @@ class Summary(Result):
     def shown_tables(self) -> tuple[Table, ...]:
         """Return the facts first, then sizes by role, layers, and what is stored of each."""
         layers, sizes, roles, facts = self.tables()
-        return facts, roles, layers, sizes
+        rows = tuple(
+            (str(k).removesuffix("_ns"), _date(v)) if str(k).endswith("_ns") else (k, v) for k, v in facts.rows
+        )
+        return Table(facts.title, facts.columns, rows), roles, layers, sizes
 
     def by_role(self) -> Table:
         """Return the sizes by role and codec as a table, the largest first."""

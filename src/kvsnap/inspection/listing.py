@@ -16,6 +16,7 @@ from kvsnap.inspection.described import InLibrary, Summary
 from kvsnap.inspection.excerpt import excerpts
 from kvsnap.inspection.summary import summarise
 from kvsnap.inspection.turns import turn_counts
+from kvsnap.layout import CUT_OFF
 from kvsnap.library import Branch, Entry, Library
 from kvsnap.library.place import MARKER, SESSIONS, file_id_of
 from kvsnap.results import Result, Table, plain
@@ -226,7 +227,8 @@ def _summarised(s: Summary, name: str) -> Listed:
     return Listed(
         name=name, path=s.path or "", format=s.format, use=s.use, state=_STATES.get(kind, kind),
         reason=str(error.get("message", "")), begins=s.begins, n_tokens=s.n_tokens,
-        n_turns=s.turns.n_live if s.turns else int(s.n_tokens > 0), n_commits=s.commit, complete=s.complete,
+        n_turns=s.turns.n_live if s.turns else int(s.n_tokens > 0), n_commits=s.commit,
+        complete=s.complete and s.metadata.get("stop", "") not in CUT_OFF,
         nbytes=s.file_bytes, total_bytes=s.file_bytes + above, created_ns=s.created_ns, used_ns=s.modified_ns,
         model=" ".join(word for word in words if word), encodings=tuple(s.stored),
         parent=s.fork.parent if s.fork else "", file_id=s.file_id,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsnap.results import Table
+from kvsnap.results import Table, float_text
 
 __all__ = [
     "Bars",
@@ -39,7 +39,7 @@ def number(value: float) -> str:
         return "no value"
     if np.isinf(value):
         return "infinite" if value > 0 else "minus infinite"
-    return f"{value:,.0f}" if value == round(value) and abs(value) < 1e15 else f"{value:.4g}"
+    return f"{value:,.0f}" if value == round(value) and abs(value) < 1e15 else float_text(value)
 
 
 @dataclass(frozen=True, slots=True)
