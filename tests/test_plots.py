@@ -287,6 +287,7 @@ def test_what_can_be_pointed_at_stands_where_it_is_drawn() -> None:
     assert isinstance(histograms, Marks)
     counts = np.array([1, 2, 9, 2, 1])
     heights = [mark.box[3] for mark in histograms.rows[0]]
+    assert all(mark.box[1] > 0 for mark in histograms.rows[0])  # the fullest bin too stands in the picture
     assert heights == pytest.approx((counts * max(heights) / 9).tolist(), abs=0.2)
     turns = (
         TurnBar(name="1", before=0, after=10, what="append", text=""),
