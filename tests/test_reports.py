@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ pytest.importorskip("matplotlib")
 import kvsnap
 from kvsnap import reporting
 from kvsnap.errors import FormatError, InputError, MissingError
+from kvsnap.library import Library
+from kvsnap.reports.contents import turns_of
 from kvsnap.reports.escaping import data, escaped, slug, visible
+from kvsnap.reports.growing import cards_of_growth
+from kvsnap.reports.measures import cards_of
+from kvsnap.reports.page import Card, Figure, Group, Listing, html_of
+from kvsnap.reports.page import Page as ReportPage
+from kvsnap.reports.shelves import page_of_library
+from kvsnap.results import Table, size
 from kvsnap.session import Session
 
 
@@ -519,3 +528,76 @@ def test_lines_of_growth_that_are_not_drawn_are_named(monkeypatch: pytest.Monkey
     assert mixed.kinds == ("window", "compressed", "index")
     reporting.report_answer(mixed, "mixed.html")
     assert f"{left}index." in page_of("mixed.html").text
+
+
+def blocks_of(cards: Sequence[Card]) -> dict[str, Any]:
+    """Pictures by name, and tables by title."""
+    made: dict[str, Any] = {}
+    for block in (block for card in cards for block in card.blocks):
+        if isinstance(block, Figure):
+            made[block.name] = block.picture
+        elif isinstance(block, Listing):
+            made[block.table.title] = block.table
+    return made
+
+
+def test_channels_and_places_on_a_page_are_those_of_numpy() -> None:
+    taken = snapshot([n % 90 for n in range(1500)], layers=2, heads=2, dim=8)
+    found = blocks_of(cards_of(kvsnap.statistics(taken), None, with_text=False))
+    for role in "kv":
+        held = [layer.tensor(role).array.astype(np.float64) for layer in taken.layers]
+        rms = np.sqrt([(values**2).mean(axis=1) for values in held])
+        expected = (rms / np.median(rms, axis=2, keepdims=True)).reshape(2, 16)
+        assert np.allclose(found[f"channels-{role}"].values, expected, rtol=1e-5)
+        norms = np.array([np.linalg.norm(values, axis=2).mean(axis=0) for values in held])
+        picture = found[f"positions-{role}"]
+        ends = [*picture.starts, 1500]
+        assert len(ends) == 513
+        assert len(set(np.diff(ends).tolist())) > 1  # of unequal width
+        means = [norms[:, a:b].mean(axis=1) for a, b in pairwise(ends)]
+        assert np.allclose(picture.values, np.array(means).T, rtol=1e-5)
+
+
+def test_sizes_of_turns_and_of_growth_are_those_of_the_file() -> None:
+    session("s.kvsnap")
+    with Session.open("s.kvsnap", readonly=True) as opened:
+        history = opened.history
+    (card,) = [card for card in (turns_of(history),) if card is not None]
+    offsets = [0, *(turn.offset for turn in history)]
+    texts = [bar.text.split(", ") for bar in blocks_of([card])["turns"].turns]
+    assert [text[1] for text in texts] == [size(b - a) for a, b in pairwise(offsets)]
+    grown = kvsnap.growth({"model_type": "mistral"})
+    for line in blocks_of(cards_of_growth(grown))["growth"].lines:
+        points = [grown.at(int(n)) for n in line.x]
+        figure = {
+            "live cache": lambda p: p.cache_bytes, "all rows kept": lambda p: p.kept_bytes,
+            "stored as exact": lambda p: p.stored["exact"], "stored as q8": lambda p: p.stored["q8"],
+        }[line.name]  # fmt: skip
+        assert np.allclose(line.y, [figure(p) / 1e6 for p in points], rtol=1e-12)
+
+
+def test_a_page_of_a_library_counts_each_file_once() -> None:
+    with Library("books") as library:
+        with library.open("old") as opened:
+            opened.append(snapshot(range(1, 40)))
+        library.fork("old", "new")
+        with library.open("new") as opened:
+            opened.append(snapshot(range(1, 44)))
+        own = {entry.name: entry.own_bytes for entry in library.list()}
+        found = blocks_of(page_of_library(library, "t").groups[0].cards)
+    ages = found["ages"].values
+    assert ages["today"] == (sum(own.values()) / 1e6, f"2 sessions, {size(sum(own.values()))}")
+    assert {name: value for name, (value, _) in ages.items() if name != "today"} == dict.fromkeys(
+        ("this week", "this month", "this year", "longer ago"), 0.0
+    )
+    rows = found["What kvsnap prune looks at first"].rows
+    assert [row[2] for row in rows] == [own[row[0]] for row in rows]
+    assert [row[3] for row in rows] == np.cumsum([row[2] for row in rows]).tolist()
+
+
+def test_rows_of_a_long_table_that_are_left_out_are_counted() -> None:
+    table = Table("long", ("n",), tuple((n,) for n in range(405)))
+    told = html_of(ReportPage("t", "", (Group("g", (Card("c", (Listing(table),)),)),)))
+    assert '<td class="n">399</td>' in told
+    assert '<td class="n">400</td>' not in told
+    assert ">5 more rows<" in told
