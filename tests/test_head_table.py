@@ -18,6 +18,7 @@ import kvsnap
 from kvsnap.errors import InputError
 from kvsnap.inspection.exporting import HeadTable, head_table, targets_of
 from kvsnap.layout import Layer, Snapshot, Tensor
+from spec_file import Minimal
 from synthetic import DATA, snapshot, snapshot_of_kinds, spec
 
 Shown = Callable[..., tuple[int, str, str]]
@@ -285,3 +286,31 @@ def test_the_rows_of_a_quantised_layer_are_what_its_codes_stand_for(kind: str, a
     assert table.tokens.tolist() == list(range(20, 32))
     some = head_table(made, 0, 1, rows=(6, 10))
     assert same_bits(some.values["k"], np.ascontiguousarray(table.values["k"][6:10]))
+
+
+def test_a_file_of_no_rows_may_say_any_width(tmp_path: Path) -> None:
+    made = Minimal()
+    for tensor in made.layout["tensors"][:2]:
+        tensor["shape"] = [1, 0, 2**30]
+    made.span |= {"n_rows": 0, "ids": [], "runs": [], "positions": []}
+    made.span["parts"] = [{"tensor": i, "n_rows": 0, "data": b""} for i in (0, 1)]
+    made.state |= {"parts": [], "row_start": 0}
+    made.commit["token_offset"] = 0
+    path = tmp_path / "a.kvsnap"
+    path.write_bytes(made.build())
+    found = kvsnap.head_table(kvsnap.load(path), 0, 0)
+    for act in (found.columns, found.tables, lambda: found.save(tmp_path / "x.csv")):
+        with pytest.raises(InputError, match="too wide for a table"):
+            act()
+    found.save(tmp_path / "x.npz")
+    assert np.load(tmp_path / "x.npz")["k"].shape == (0, 2**30)
+
+
+def test_keys_and_values_of_different_rows_are_no_table() -> None:
+    taken = snapshot(range(1, 9))
+    k, v = taken.layers[0].tensors
+    cut = Tensor(v.spec, np.ascontiguousarray(v.array[:, :5]))
+    odd = replace(taken, layers=(replace(taken.layers[0], tensors=(k, cut)),))
+    with pytest.raises(InputError, match="keys and values of different rows"):
+        kvsnap.head_table(odd, 0, 0)
+    assert kvsnap.head_table(odd, 0, 0, role="v").values["v"].shape == (5, 4)

@@ -81,6 +81,26 @@ def test_cat_is_exact_in_a_pipe_and_careful_on_a_terminal(
     assert capsys.readouterr().out == "=1+1 \\u001b[31m\\u202e\\u0007 [bold]x[/]\n"
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_logits_that_are_nan_of_any_bits_are_compared(tmp_path: Path) -> None:
+    taken = snapshot(range(1, 9), dtype="float16")
+    assert taken.logits is not None
+    values = np.full(8, 0x7D01, np.uint16).view(np.float16)
+    logits = Tensor(replace(taken.logits.spec, dtype="float16"), values)
+    kvsnap.save(replace(taken, logits=logits), tmp_path / "a.kvsnap")
+    assert kvsnap.diff(tmp_path / "a.kvsnap", tmp_path / "a.kvsnap").verdict == "identical"
+
+
+def test_csv_on_a_terminal_steers_it_no_more_than_the_rest(
+    evil: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run(["growth", "--csv", NAME, evil]) == 0
+    told = capsys.readouterr().out
+    assert not UNSEEN.search(told)
+    assert "'=1+1 \\u001b[31m" in told
+
+
 def test_no_formula_gets_into_csv(evil: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["growth", "--csv", "=\x1b[31mname.kvsnap", evil]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))

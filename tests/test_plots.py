@@ -260,6 +260,15 @@ def test_a_logarithmic_scale_of_colours_has_plain_numbers(low: float, high: floa
 
 
 @pytest.mark.filterwarnings("error")
+def test_the_label_of_a_low_scale_is_not_cut() -> None:
+    label = "times the median channel"
+    sizes = []
+    for n_rows in (3, 30):
+        svg = drawn(HeatMap(title="t", x="x", y="y", scale=label, values=np.ones((n_rows, 4)))).svg
+        sizes += [float(found) for found in re.findall(rf'font-size="([\d.]+)px"[^>]*>{label}', svg)]
+    assert sizes[0] < 0.9 * sizes[1]
+
+
 def test_names_in_any_script_are_drawn_without_a_warning() -> None:
     bars = Bars("東京の空", "MB", {"東京の空": (3.0, "3 MB")}, (1,))
     assert "東京の空" in texts_in(bars)

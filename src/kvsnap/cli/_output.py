@@ -113,8 +113,12 @@ def say(text: str = "") -> None:
 
 
 def csv_row(cells: Iterable[Any]) -> list[Any]:
-    """Return cells for CSV: a text that a spreadsheet would take for a formula stands behind an apostrophe."""
-    return [f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell for cell in cells]
+    """Return cells for CSV: a text that a spreadsheet would take for a formula stands behind an apostrophe.
+
+    On a terminal what cannot be seen of a text is written as its number.
+    """
+    seen = [visible(cell) if isinstance(cell, str) and sys.stdout.isatty() else cell for cell in cells]
+    return [f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell for cell in seen]
 
 
 def remark(text: str) -> None:

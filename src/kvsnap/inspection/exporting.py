@@ -22,6 +22,7 @@ __all__ = ["ENDINGS", "HeadTable", "head_table", "refuse_cache", "targets_of"]
 
 ENDINGS = (".npy", ".npz", ".csv", ".parquet")
 """Endings of file names, each a format that a table is written in."""
+_WIDEST = 65_536
 Counts = npt.NDArray[np.int64]
 
 
@@ -43,7 +44,12 @@ class HeadTable(Result):
     bound: float
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """Return each column by its name: `row`, `position`, `token` where known, `k_0` ..., `v_0` ..."""
+        """Return each column by its name: `row`, `position`, `token` where known, `k_0` ..., `v_0` ...
+
+        Raise `InputError` for rows of more than 65,536 values: a file of no rows may say any width.
+        """
+        if (width := sum(values.shape[1] for values in self.values.values())) > _WIDEST:
+            raise InputError("too wide for a table: .npz and .npy take any width", expected=_WIDEST, found=width)
         made: dict[str, npt.NDArray[Any]] = {"row": self.rows}
         if self.positions is not None:
             made["position"] = self.positions
@@ -188,6 +194,9 @@ def head_table(
     if len(here) < len(pairs) or not next(iter(here.values())).dim:  # values may be of no width, keys not
         raise _none_such(entry, found, layer, head, role)
     first = next(iter(here.values()))
+    if any(not np.array_equal(one.row_numbers(), first.row_numbers()) for one in here.values()):
+        told = ", ".join(f"{one.n_rows} of {name}" for name, one in here.items())
+        raise InputError(f"layer {layer} has keys and values of different rows: name one with role", found=told)
     wanted = _wanted(first, rows)
     values = {name: _values(one, head, wanted) for name, one in here.items()}
     numbers = first.row_numbers()[wanted]

@@ -84,7 +84,8 @@ def logits_of(a: Snapshot, b: Snapshot) -> LogitsDifference | None:
 
 
 def _wide(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    return np.asarray(values, np.float32 if values.dtype.itemsize < 4 else values.dtype).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a NaN of any bits is one
+        return np.asarray(values, np.float32 if values.dtype.itemsize < 4 else values.dtype).astype(np.float64)
 
 
 def _n_different(a: Tensor, b: Tensor) -> int:
