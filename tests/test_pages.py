@@ -257,6 +257,19 @@ def test_the_button_changes_light_and_dark_by_keyboard(opened: Page) -> None:
     assert opened.evaluate(ground) == before
 
 
+def test_paper_is_white_with_dark_letters_whatever_the_screen_is(opened: Page) -> None:
+    opened.evaluate("document.documentElement.dataset.theme = 'dark'")  # as the button does
+    opened.emulate_media(media="print")
+    ink, card = opened.evaluate(
+        "[getComputedStyle(document.querySelector('h1')).color, "
+        "getComputedStyle(document.querySelector('.card')).backgroundColor]"
+    )
+    opened.emulate_media(media="screen")
+    opened.evaluate("delete document.documentElement.dataset.theme")
+    assert sum(map(int, re.findall(r"\d+", ink)[:3])) < 200
+    assert sum(map(int, re.findall(r"\d+", card)[:3])) == 3 * 255
+
+
 def test_the_page_is_whole_without_scripts(browser: Browser, report: Path, taken: Any) -> None:
     with browser.new_context(java_script_enabled=False) as context:
         watched = Watched(context, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from xml.etree import ElementTree as ET
 
 import numpy as np
@@ -259,6 +260,15 @@ def test_a_logarithmic_scale_of_colours_has_plain_numbers(low: float, high: floa
 
 
 @pytest.mark.filterwarnings("error")
+def test_the_label_of_a_low_scale_is_not_cut() -> None:
+    label = "times the median channel"
+    sizes = []
+    for n_rows in (3, 30):
+        svg = drawn(HeatMap(title="t", x="x", y="y", scale=label, values=np.ones((n_rows, 4)))).svg
+        sizes += [float(found) for found in re.findall(rf'font-size="([\d.]+)px"[^>]*>{label}', svg)]
+    assert sizes[0] < 0.9 * sizes[1]
+
+
 def test_names_in_any_script_are_drawn_without_a_warning() -> None:
     bars = Bars("東京の空", "MB", {"東京の空": (3.0, "3 MB")}, (1,))
     assert "東京の空" in texts_in(bars)
@@ -271,3 +281,31 @@ def test_a_token_stays_in_its_cell() -> None:
     assert {"because", "appears", "a", "<|im_s…", "phenom…"} <= set(texts)
     assert not set(texts) & set(tokens) - {"because", "a"}
     assert "東京都…" in texts
+
+
+def test_what_can_be_pointed_at_stands_where_it_is_drawn() -> None:
+    made = {name: drawn(picture).hover for name, picture in pictures().items()}
+    strip = made["strip"]
+    assert isinstance(strip, Marks)
+    boxes = [mark.box for mark in strip.rows[0]]
+    assert boxes[0][2] > 10
+    for (left, top, width, height), (nxt, *rest) in pairwise(boxes):
+        assert nxt == pytest.approx(left + width, abs=0.2)
+        assert rest == pytest.approx([top, width, height], abs=0.2)
+    histograms = made["histograms"]
+    assert isinstance(histograms, Marks)
+    counts = np.array([1, 2, 9, 2, 1])
+    heights = [mark.box[3] for mark in histograms.rows[0]]
+    assert all(mark.box[1] > 0 for mark in histograms.rows[0])  # the fullest bin too stands in the picture
+    assert heights == pytest.approx((counts * max(heights) / 9).tolist(), abs=0.2)
+    turns = (
+        TurnBar(name="1", before=0, after=10, what="append", text=""),
+        TurnBar(name="2", before=10, after=40, what="append", text=""),
+        TurnBar(name="3", before=40, after=20, what="truncate", text=""),
+    )
+    timeline = drawn(Timeline(title="t", turns=turns)).hover
+    assert isinstance(timeline, Marks)
+    lefts, widths = zip(*((row[0].box[0], row[0].box[2]) for row in timeline.rows), strict=True)
+    unit = widths[0] / 10
+    assert widths == pytest.approx([10 * unit, 30 * unit, 20 * unit], abs=0.2)
+    assert [left - lefts[0] for left in lefts] == pytest.approx([0, 10 * unit, 20 * unit], abs=0.3)

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 
 from report_pages import EVIL, Page, draw_only, hostile, page_of
-from synthetic import DATA, snapshot
+from synthetic import DATA, snapshot, spec
 
 pytest.importorskip("matplotlib")
 
 import kvsnap
 from kvsnap import reporting
 from kvsnap.errors import FormatError, InputError, MissingError
+from kvsnap.layout import Layer, Tensor
 from kvsnap.library import Library
 from kvsnap.reports.contents import turns_of
 from kvsnap.reports.escaping import data, escaped, slug, visible
@@ -601,3 +602,20 @@ def test_rows_of_a_long_table_that_are_left_out_are_counted() -> None:
     assert '<td class="n">399</td>' in told
     assert '<td class="n">400</td>' not in told
     assert ">5 more rows<" in told
+
+
+def test_channels_of_heads_of_unequal_width_are_named() -> None:
+    def layer(index: int, *widths: int) -> Layer:
+        specs = [spec(10 * index + i, index, "k", 1, width, "float32") for i, width in enumerate(widths)]
+        drawn = np.random.default_rng(index)
+        tensors = (Tensor(s, drawn.normal(size=(1, 20, s.shape[2])).astype(np.float32)) for s in specs)
+        return Layer(index=index, kind="attention", tensors=tuple(tensors), num_query_heads=2)
+
+    def columns(*layers: Layer) -> list[str]:
+        made = replace(snapshot(range(1, 21)), layers=layers)
+        return list(blocks_of(cards_of(kvsnap.statistics(made), None, with_text=False))["channels-k"].columns)
+
+    wide, narrow = ([f"{c} of head {head}" for head, n in enumerate(ns) for c in range(n)] for ns in ((6, 4), (4, 6)))
+    assert columns(layer(0, 6, 4), layer(1, 6, 4)) == wide
+    assert columns(layer(0, 4, 6)) == narrow
+    assert columns(layer(0, 6, 4), layer(1, 4, 6)) == [*wide[:4], *map(str, range(4, 10))]

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from kvsnap.inspection.described import LayerGroup, LayerSummary, PartSize
-from kvsnap.tensors import TensorSpec
+from kvsnap.tensors import Layer, TensorSpec
 
-__all__ = ["Shape", "groups_of", "layer_summaries", "quantisation_words"]
+__all__ = ["Shape", "groups_of", "layer_summaries", "quantisation_words", "shapes_of"]
 
 _STATES = ("conv", "recurrent", "buffer", "overlap", "cross_k", "cross_v", "other")
 _NAMED = {"index": "index rows", "compressed": "compressed rows", "draft_k": "draft keys", "draft_v": "draft values"}
@@ -26,6 +26,14 @@ class Shape:
     shares: int | None
     quantisation: str
     specs: tuple[TensorSpec, ...]
+
+
+def shapes_of(layers: Iterable[Layer]) -> list[Shape]:
+    """Return the layers of a snapshot as a file would describe them."""
+    return [
+        Shape(x.index, x.kind, x.num_query_heads, x.shares, x.quantisation, tuple(t.spec for t in x.tensors))
+        for x in layers
+    ]
 
 
 def _heads(spec: TensorSpec) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsnap.inspection.geometry import Shape, groups_of, layer_summaries
+from kvsnap.inspection.geometry import groups_of, layer_summaries, shapes_of
 from kvsnap.layout import Head, Snapshot
 from kvsnap.results import Table
 
@@ -20,12 +20,8 @@ def html_of(shown: Snapshot | Head) -> str:
 
 
 def _of_snapshot(s: Snapshot) -> Table:
-    shapes = [
-        Shape(x.index, x.kind, x.num_query_heads, x.shares, x.quantisation, tuple(t.spec for t in x.tensors))
-        for x in s.layers
-    ]
     rows: list[tuple[str, Any]] = [("architecture", s.architecture or "unknown")]
-    rows += [("layers", group.text) for group in groups_of(layer_summaries(shapes, (), Counter()))]
+    rows += [("layers", group.text) for group in groups_of(layer_summaries(shapes_of(s.layers), (), Counter()))]
     rows += [
         ("tokens", len(s.tokens)), ("evaluated positions", s.n_rows), ("pending", s.n_pending),
         ("bytes of tensors", s.nbytes), ("logits", s.logits is not None),

@@ -7,7 +7,7 @@ from collections import Counter
 from kvsnap.files import status
 from kvsnap.inspection.described import PartSize, Stored, Summary
 from kvsnap.inspection.excerpt import excerpts
-from kvsnap.inspection.geometry import Shape, groups_of, layer_summaries
+from kvsnap.inspection.geometry import groups_of, layer_summaries, shapes_of
 from kvsnap.layout import Snapshot, Tensor
 
 __all__ = ["foreign_summary"]
@@ -21,11 +21,7 @@ def foreign_summary(snapshot: Snapshot, path: str, name: str) -> Summary:
     states: Counter[int] = Counter()
     for tensor in snapshot.tensors():
         states[tensor.spec.layer] += 0 if tensor.spec.grows else tensor.nbytes
-    shapes = [
-        Shape(x.index, x.kind, x.num_query_heads, x.shares, x.quantisation, tuple(t.spec for t in x.tensors))
-        for x in snapshot.layers
-    ]
-    layers = layer_summaries(shapes, parts, states)
+    layers = layer_summaries(shapes_of(snapshot.layers), parts, states)
     first = next((layer for layer in layers if layer.head_dim), None)
     n_generated = sum(run.count for run in snapshot.runs if run.kind == "generated")
     info = source.get("info", source.get("notes", ()))

@@ -125,7 +125,8 @@ def scale_of(sheet: Sheet, axes: Any, image: Any, text: str) -> None:
         bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
         bar.minorticks_off()
     bar.outline.set_visible(False)
-    bar.set_label(text, color=sheet.ink)
+    room = place.height * sheet.height + 0.2  # beside a low picture a long label would be cut
+    bar.set_label(text, color=sheet.ink, fontsize=9.5 * min(1.0, room / width_of(text)) if text else None)
     bar.ax.tick_params(colors=sheet.ink, which="both")
 
 

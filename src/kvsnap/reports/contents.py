@@ -159,7 +159,8 @@ def sizes(summary: Summary) -> Card | None:
     bars = {}
     scale, unit = unit_of(max(stored.stored for stored in summary.stored.values()))
     for name, stored in summary.stored.items():
-        bound = "exact" if not stored.bound else f"bound {stored.bound:.3g}"
+        known = "without a known bound" if math.isinf(stored.bound) else f"bound {stored.bound:.3g}"
+        bound = known if stored.bound else "exact"
         bars[visible(name)] = (
             stored.stored / scale,
             f"{size(stored.stored)}, decoded {size(stored.decoded)}, {bound}",

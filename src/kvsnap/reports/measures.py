@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import numpy as np
 
@@ -164,9 +164,12 @@ def _heads_at(names: Sequence[str]) -> tuple[tuple[int, str], ...]:
 
 
 def _channel_lines(mine: Sequence[Channels]) -> tuple[list[str], dict[int, Floats]]:
-    """Return names of the columns, and for each layer the ratios of its channels, heads side by side."""
+    """Return names of the columns, and for each layer the ratios of its channels, heads side by side.
+
+    A column that is another channel of another head in some layer is named by its number alone.
+    """
     parts: dict[int, list[Floats]] = {}
-    names: list[str] = []
+    names: dict[int, list[str]] = {}
     for found in mine:
         rms = np.asarray(found.rms, dtype=np.float64)
         fine = np.where(np.isfinite(rms), rms, np.nan)
@@ -174,16 +177,13 @@ def _channel_lines(mine: Sequence[Channels]) -> tuple[list[str], dict[int, Float
         with np.errstate(invalid="ignore", divide="ignore"):
             middle = np.nanmedian(fine, axis=1, keepdims=True)
             ratios = np.where(middle > 0, rms / middle, np.nan)
-        first = found.first_head
         parts.setdefault(found.layer, []).append(ratios.ravel())
         heads, dim = rms.shape
-        own = [f"{c} of head {first + h}" for h in range(heads) for c in range(dim)]
-        if first * dim + len(own) > len(names):
-            names = [*names[: first * dim], *own]
+        own = [f"{c} of head {found.first_head + h}" for h in range(heads) for c in range(dim)]
+        names.setdefault(found.layer, []).extend(own)
     lines = {layer: np.concatenate(found) for layer, found in parts.items()}
-    longest = max((len(line) for line in lines.values()), default=0)
-    names += [str(i) for i in range(len(names), longest)]
-    return names[:longest], lines
+    columns = (set(column) - {None} for column in zip_longest(*names.values()))
+    return [str(next(iter(c))) if len(c) == 1 else str(i) for i, c in enumerate(columns)], lines
 
 
 def _by_place(statistics: Statistics, most: int, *, with_text: bool) -> Card | None:
