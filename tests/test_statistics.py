@@ -590,7 +590,7 @@ def test_heads_of_unequal_width_and_layers_that_share() -> None:
     assert found.layers[0].mean == pytest.approx(both.mean())
     assert found.layers[0].std == pytest.approx(both.std())
     assert [(c.first_head, c.rms.shape) for c in found.channels[:2]] == [(0, (2, 8)), (2, (1, 16))]
-    assert "layers 2-3 use the keys and values of layer 1 and have no figures of their own" in found.notes
+    assert "layers 2 to 3 use the keys and values of layer 1 and have no figures of their own" in found.notes
     assert found.matrix("k", "dim").shape == (4, 3)
 
 
@@ -598,7 +598,7 @@ def test_an_empty_cache_has_no_figures() -> None:
     made = synthetic.snapshot((), layers=2)
     found = statistics(made)
     assert found.heads == found.layers == found.sinks == found.distributions == ()
-    assert found.notes == ("layers 0-1 hold no vectors",)
+    assert found.notes == ("layers 0 to 1 hold no vectors",)
     assert found.tables()[0].rows == found.table("row").rows == ()
     one = statistics(synthetic.snapshot((5,), layers=2))
     assert one.heads[0].effective_rank is None

@@ -134,7 +134,7 @@ def test_quantised_layers_are_measured_as_what_they_stand_for() -> None:
         pytest.skip(str(error))
     found = kvsnap.statistics(snapshot)
     assert check_heads(found, snapshot) == 6
-    assert any(note.startswith("layers 0-2 keep codes") for note in found.notes)
+    assert any(note.startswith("layers 0 to 2 keep codes") for note in found.notes)
 
 
 @pytest.mark.smollm2

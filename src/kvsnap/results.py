@@ -13,7 +13,7 @@ import numpy as np
 
 from kvsnap.errors import ExtraMissingError
 
-__all__ = ["NOTEBOOK_ROWS", "Result", "Table", "count", "float_text", "plain", "size", "text_of"]
+__all__ = ["NOTEBOOK_ROWS", "Result", "Table", "count", "float_text", "numbers", "plain", "size", "table_of", "text_of"]
 
 NOTEBOOK_ROWS = 200
 """Rows of a table that a notebook is given; the rest is counted."""
@@ -156,6 +156,17 @@ def size(n_bytes: float) -> str:
 def count(number: int, what: str) -> str:
     """Return `1 token`, `2 tokens`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def numbers(values: Iterable[int]) -> str:
+    """Return whole numbers in order as people write them: `0 to 3, 7`."""
+    runs: list[list[int]] = []
+    for value in sorted(set(values)):
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)
 
 
 def table_of(title: str, items: Sequence[Any], columns: Sequence[str]) -> Table:

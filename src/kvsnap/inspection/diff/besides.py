@@ -13,9 +13,10 @@ import numpy.typing as npt
 from kvsnap.identity import FieldCheck, compare, describe_weight
 from kvsnap.inspection.diff.answers import FieldDifference, LogitsDifference, OtherDifference, Same
 from kvsnap.layout import Layer, Snapshot, Tensor
+from kvsnap.results import numbers
 from kvsnap.runs import common_length
 
-__all__ = ["fields_of", "logits_of", "numbers_text", "others_of", "same_model"]
+__all__ = ["fields_of", "logits_of", "others_of", "same_model"]
 
 _SHOWN = 80
 _BEFORE = 20
@@ -242,7 +243,7 @@ def _tensors(a: Snapshot, b: Snapshot, n_rows: int, layers: Sequence[int] | None
     for role, verdicts in found.items():
         differing: Mapping[str, list[int]] = {v: where for v, where in verdicts.items() if v != "equal"}
         for verdict, where in (differing or verdicts).items():
-            told_a = f"layers {numbers_text(where)}" if verdict != "equal" else ""
+            told_a = f"layers {numbers(where)}" if verdict != "equal" else ""
             yield OtherDifference(
                 name=f"{role} tensors",
                 verdict=verdict,  # type: ignore[arg-type] # the keys are verdicts
@@ -268,7 +269,7 @@ def _layouts(a: Snapshot, b: Snapshot, layers: Sequence[int] | None) -> Iterator
     for (name, one, other), where in found.items():
         unknown = name in ("rope", "pairing", "num_query_heads") and "unknown" in (one, other)
         yield OtherDifference(
-            name=f"{name} of layers {numbers_text(where)}", verdict="unknown" if unknown else "differ", a=one, b=other,
+            name=f"{name} of layers {numbers(where)}", verdict="unknown" if unknown else "differ", a=one, b=other,
             of_cache=True,
         )  # fmt: skip
 
@@ -286,14 +287,3 @@ def _layout(layer: Layer) -> dict[str, str]:
         "rope": "unknown" if spec is None else spec.rope,
         "pairing": ("unknown" if spec is None else spec.pairing) or "unknown",
     }
-
-
-def numbers_text(numbers: Iterable[int]) -> str:
-    """Return numbers as people write them: `0 to 3, 7`."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)

@@ -28,6 +28,7 @@ from kvsnap.inspection.diff.sides import growth_of, opened, verdict_of
 from kvsnap.inspection.values import HeadRows
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress
+from kvsnap.results import numbers
 
 __all__ = ["diff"]
 
@@ -108,7 +109,7 @@ def _check(a: Snapshot, b: Snapshot, layers: Sequence[int] | None) -> None:
     known = {layer.index for side in (a, b) for layer in side.layers}
     for layer in layers or ():
         if layer not in known:
-            raise InputError("neither side has this layer", expected=besides.numbers_text(known), found=layer)
+            raise InputError("neither side has this layer", expected=numbers(known), found=layer)
 
 
 @dataclass(slots=True)

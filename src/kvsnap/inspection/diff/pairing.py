@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvsnap.inspection.diff.answers import Alignment, NotCompared
-from kvsnap.inspection.diff.besides import numbers_text
 from kvsnap.inspection.values import HeadRows, head_rows
 from kvsnap.layout import Snapshot
+from kvsnap.results import numbers
 
 __all__ = ["LeftOut", "Pair", "Piece", "plan"]
 
@@ -77,7 +77,7 @@ class LeftOut:
                 together.setdefault(tuple(layers), []).append(role)
             for where, names in together.items():
                 word = "layer" if len(where) == 1 else "layers"
-                made.append(NotCompared(f"{', '.join(names)} of {word} {numbers_text(where)}", why))
+                made.append(NotCompared(f"{', '.join(names)} of {word} {numbers(where)}", why))
         return tuple(made)
 
 

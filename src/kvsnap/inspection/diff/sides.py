@@ -24,11 +24,11 @@ from kvsnap.inspection.diff.answers import (
     Side,
     Verdict,
 )
-from kvsnap.inspection.diff.besides import numbers_text
 from kvsnap.inspection.growth.answers import LENGTHS, LayerGrowth, kind_of
 from kvsnap.inspection.growth.growing import layers_of
 from kvsnap.inspection.summary import refuse_key, summarise
 from kvsnap.layout import Snapshot
+from kvsnap.results import numbers
 
 __all__ = ["growth_of", "opened", "verdict_of"]
 
@@ -127,7 +127,7 @@ def verdict_of(
     beside += [f.name for f in fields if f.verdict == "differ"]
     says = [aligned.sentence(), *aligned.notes, *_of_values(layers, heads, differing, all_rows=all_rows)]
     if only is not None:
-        says.append(f"only layers {numbers_text(only)} were compared")
+        says.append(f"only layers {numbers(only)} were compared")
     if beside:
         says.append(f"beside the cache differ: {', '.join(beside)}")
     verdict: Verdict
@@ -180,7 +180,7 @@ def _of_values(
         made.append(f"{odd:,} values are NaN or infinite on one side and not the same on the other")
     outside = sorted({layer.layer for layer in differing if layer.within_bound is False})
     if outside:
-        made.append(f"values of layers {numbers_text(outside)} are beyond the bound of what storing does")
+        made.append(f"values of layers {numbers(outside)} are beyond the bound of what storing does")
     elif all(layer.within_bound for layer in differing):
         made.append(f"all within the bound of what storing does, {max(layer.bound for layer in differing):.4g}")
     return made

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvsnap.inspection.statistics.answers import HeadStatistics, LayerStatistics, Similarity, Sink
 from kvsnap.inspection.statistics.figures import OUTLIER_RATIO
 from kvsnap.inspection.statistics.measuring import RUN_ROWS
 from kvsnap.layout import Snapshot
+from kvsnap.results import numbers
 
-__all__ = ["findings_of", "notes_of", "ranges"]
+__all__ = [
+    "findings_of",
+    "notes_of",
+]
 
 _SHOWN = 5
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers in order as `0-3, 7`."""
-    runs: list[list[int]] = []
-    for n in sorted(set(numbers)):
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in runs)
 
 
 def _listed(items: Sequence[str], what: str) -> str:
@@ -70,7 +63,7 @@ def _outliers(heads: Sequence[HeadStatistics]) -> list[str]:
         if some:
             n = sum(len(h.outliers) for h in some)
             items = [
-                f"layer {h.layer} head {h.head} channel{'s' if len(h.outliers) > 1 else ''} {ranges(h.outliers)} "
+                f"layer {h.layer} head {h.head} channel{'s' if len(h.outliers) > 1 else ''} {numbers(h.outliers)} "
                 f"(up to {h.outlier_ratio:.1f} x)"
                 for h in some
             ]
@@ -85,7 +78,7 @@ def _sinks(sinks: Sequence[Sink], *, ids: bool) -> list[str]:
     if not sinks:
         return []
     most = max(s.n_layers for s in sinks)
-    rows = ranges(s.row for s in sinks)
+    rows = numbers(s.row for s in sinks)
     tokens = ", ".join(dict.fromkeys(str(s.token) for s in sinks if s.token is not None)) if ids else ""
     where = f"row{'s' if len(sinks) > 1 else ''} {rows}{f' (token {tokens})' if tokens else ''}"
     return [f"short values at {where}, in up to {most} layers: may be attention sinks (kvsnap attention tells)"]
@@ -145,15 +138,15 @@ def notes_of(
         notes.append(f"figures are of the values as stored, which are {off}")
     chosen = [layer for layer in snapshot.layers if asked is None or layer.index in asked]
     for shared in dict.fromkeys(layer.shares for layer in chosen if layer.shares is not None):
-        users = ranges(layer.index for layer in chosen if layer.shares == shared)
+        users = numbers(layer.index for layer in chosen if layer.shares == shared)
         notes.append(f"layers {users} use the keys and values of layer {shared} and have no figures of their own")
     codes = [layer.index for layer in chosen if layer.quantisation]
     if codes:
-        notes.append(f"layers {ranges(codes)} keep codes; figures are of the keys and values that they stand for")
+        notes.append(f"layers {numbers(codes)} keep codes; figures are of the keys and values that they stand for")
     told = {r.layer for r in layers}
     empty = [layer.index for layer in chosen if layer.index not in told and layer.shares is None]
     if empty:
-        notes.append(f"layers {ranges(empty)} hold no vectors")
+        notes.append(f"layers {numbers(empty)} hold no vectors")
     few = sorted({r.role for r in layers if not r.is_state and 1 < r.n_rows <= r.dim})
     if few:
         notes.append(f"{', '.join(few)}: fewer rows than channels, so ranks are limited by the rows")
