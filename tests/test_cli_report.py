@@ -92,6 +92,18 @@ def test_a_session_is_never_replaced_by_a_page(capsys: pytest.CaptureFixture[str
     assert Path("chat.kvsnap").read_bytes() == before
 
 
+def test_nor_by_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("drawn").mkdir()
+    kvsnap.save(snapshot(range(1, 9)), "s.kvsnap")
+    assert ask(capsys, "s.kvsnap", "--figures", "drawn", "-o", "page.html")[0] == 0
+    place = next(Path("drawn").glob("*.png"))
+    kvsnap.save(snapshot(range(1, 5)), place)
+    before = place.read_bytes()
+    code, _, err = ask(capsys, "s.kvsnap", "--figures", "drawn", "-o", "page.html", "--overwrite")
+    assert (code, place.read_bytes()) == (2, before)
+    assert "this is a cache file" in err
+
+
 @pytest.mark.parametrize("command", ["diff s.kvsnap t.kvsnap", "stats s.kvsnap", "growth s.kvsnap t.kvsnap"])
 def test_answers_of_other_commands_are_drawn(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     kvsnap.save(snapshot(range(1, 20), layers=2), "s.kvsnap")

@@ -359,6 +359,8 @@ def _written(
     there = [one.path for one in made if one.path and os.path.lexists(one.path)]
     if there and not overwrite:
         raise InputError("there is a picture of this name: use another directory, or allow to overwrite", path=there[0])
+    for path in there:
+        refuse_cache(path)
     nbytes = 0 if out is None else write_whole(out, html_of(page, steps.within).encode("utf-8"), new=not overwrite)
     for number, (figure, one) in enumerate(zip(figures, made, strict=True), 1):
         if one.path:
