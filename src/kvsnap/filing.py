@@ -14,6 +14,7 @@ from kvsnap.formats import native
 from kvsnap.formats.native import MemorySink, RepairReport, SaveReport, VerifyReport
 from kvsnap.inspection import Summary, refuse_key
 from kvsnap.inspection.notebook import html_of
+from kvsnap.inspection.summary import load_as
 from kvsnap.layout import Snapshot, set_html, set_save
 from kvsnap.protocols import Format, Loss, Progress
 
@@ -35,10 +36,7 @@ def load(path: StrPath, *, format: str | None = None, mmap: bool = True, key: by
     not encrypted: it may have been put in place of one that is.
     """
     found = formats.format_of(path) if format is None else formats.format_named(format)
-    if found.name == native.NAME:
-        return native.load(path, mmap=mmap, key=key)
-    refuse_key(found.name, key, path)
-    return found.load(os.fspath(path), mmap=mmap)
+    return load_as(found, path, key, mmap=mmap)
 
 
 def loads(data: bytes | bytearray | memoryview, *, format: str | None = None, key: bytes | None = None) -> Snapshot:

@@ -387,9 +387,8 @@ def _config(saved: Identity, found: Identity) -> list[FieldCheck]:
     if differing:
         return differing
     if not saved.config or not found.config:
-        return [
-            FieldCheck("config", "unknown", "fatal", f"{len(saved.config)} settings", f"{len(found.config)} settings")
-        ]
+        told = (f"{len(side.config)} settings" for side in (saved, found))
+        return [FieldCheck("config", "unknown", "fatal", *told)]
     shared = sum(1 for c in checks if c.verdict == "match")
     return [FieldCheck("config", "match", "fatal", f"{shared} settings", f"{shared} settings")]
 

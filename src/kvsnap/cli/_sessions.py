@@ -15,13 +15,10 @@ from kvsnap.cli._names import Named, library_option, named, no_name, opened_sess
 from kvsnap.cli._output import count, emit, examples, json_option, remark, show_table, size, table
 from kvsnap.cli._paths import check_target, is_sealed
 from kvsnap.cli._turn import STOPS, is_whole
-from kvsnap.errors import DamagedError, FormatError, InputError
-from kvsnap.files import Reader
+from kvsnap.errors import InputError
 from kvsnap.formats.native.read import NativeFile
-from kvsnap.formats.native.schema import parse_note
-from kvsnap.formats.native.tables import Operation
+from kvsnap.formats.native.told import stop_of
 from kvsnap.formats.native.turns import walk
-from kvsnap.records import RECORD_SIZE, Kind, read_record
 from kvsnap.session import Session
 
 __all__ = ["COMMANDS"]
@@ -79,19 +76,9 @@ def log(file: str | None, tree: bool, as_json: bool) -> None:
 
 def _stops(file: str) -> dict[int, str]:
     """Return why the generation of each turn stopped, by commit, where the notes of the file say so."""
-    found: dict[int, str] = {}
-    with closing(NativeFile.open(file, mapped=False)) as opened, closing(Reader(file)) as reader:
-        for commit, _ in walk(opened.commit, opened.end.footer.commit_offset, opened.header, reader):
-            if commit.operation != Operation.APPEND or not commit.note:
-                continue
-            try:
-                _, payload = read_record(reader, opened.header, commit.note, kind=Kind.NOTE)
-                note = parse_note(payload, file, commit.note + RECORD_SIZE)
-            except (DamagedError, FormatError):
-                continue  # the turn itself can be listed; what is damaged is told by verify
-            if "stop" in note:
-                found[commit.number] = note["stop"]
-    return found
+    with closing(NativeFile.open(file, mapped=False)) as opened:
+        commits = walk(opened.commit, opened.end.footer.commit_offset, opened.header, opened.reader)
+        return {commit.number: stop for commit, _ in commits if (stop := stop_of(opened, commit))}
 
 
 # -- truncate, reset -----------------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from kvsnap import formats
 from kvsnap.errors import InputError
-from kvsnap.formats.native import NAME
+from kvsnap.formats import native
 from kvsnap.inspection.described import Summary
 from kvsnap.inspection.of_foreign import foreign_summary
 from kvsnap.inspection.of_native import summarise_native
+from kvsnap.layout import Snapshot
+from kvsnap.protocols import Format
 
-__all__ = ["refuse_key", "summarise"]
+__all__ = ["load_as", "refuse_key", "summarise"]
 
 
 def summarise(path: str | os.PathLike[str], *, key: bytes | None = None, partial: bool = False) -> Summary:
@@ -22,7 +24,7 @@ def summarise(path: str | os.PathLike[str], *, key: bytes | None = None, partial
     whose parent is gone, is no error: what can be told is returned, and `Summary.error` says why it is not more.
     """
     found = formats.format_of(path)
-    if found.name == NAME:
+    if found.name == native.NAME:
         return summarise_native(path, key, partial=partial)
     refuse_key(found.name, key, path)
     name = os.fspath(path)
@@ -31,6 +33,14 @@ def summarise(path: str | os.PathLike[str], *, key: bytes | None = None, partial
         snapshot, n_tokens = outline(name)
         return replace(foreign_summary(snapshot, name, found.name), n_tokens=n_tokens, n_prompt=n_tokens)
     return foreign_summary(found.load(name, mmap=True), name, found.name)
+
+
+def load_as(found: Format, path: str | os.PathLike[str], key: bytes | None, *, mmap: bool = True) -> Snapshot:
+    """Open a file as this format. Raise as `load`, `InputError` where a key was given and the format has none."""
+    if found.name == native.NAME:
+        return native.load(path, mmap=mmap, key=key)
+    refuse_key(found.name, key, path)
+    return found.load(os.fspath(path), mmap=mmap)
 
 
 def refuse_key(name: str, key: object, path: str | os.PathLike[str] | None = None) -> None:

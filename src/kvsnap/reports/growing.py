@@ -8,6 +8,7 @@ import numpy as np
 
 from kvsnap.inspection.growth.answers import Growth
 from kvsnap.plots import Line, Lines
+from kvsnap.plots.colours import LINES
 from kvsnap.plots.pictures import Floats
 from kvsnap.reports.escaping import visible
 from kvsnap.reports.page import Block, Card, Claims, Figure, Listing, Text
@@ -16,7 +17,7 @@ from kvsnap.results import Table
 
 __all__ = ["cards_of_growth", "compared_growth"]
 
-_MOST_LINES = 6
+_MOST_LINES = len(LINES)
 
 
 def _lengths(longest: int) -> Floats:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvsnap.inspection.quality.answers import VERDICTS, YARDSTICKS, Effect, Quality
 from kvsnap.plots import Bars, Line, Lines
+from kvsnap.plots.colours import LINES
 from kvsnap.plots.pictures import Floats
 from kvsnap.reports.escaping import visible
 from kvsnap.reports.page import Block, Card, Claims, Facts, Figure, Listing, Quote, Text
@@ -22,7 +23,7 @@ _SOURCES = {
     "given": "of the text given",
     "last": "of the history itself",
 }
-_MOST_LINES = 6
+_MOST_LINES = len(LINES)
 _EXCERPT = 2400
 """Characters of the text that are shown."""
 _COLUMNS = {

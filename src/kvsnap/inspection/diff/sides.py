@@ -26,7 +26,7 @@ from kvsnap.inspection.diff.answers import (
 )
 from kvsnap.inspection.growth.answers import LENGTHS, LayerGrowth, kind_of
 from kvsnap.inspection.growth.growing import layers_of
-from kvsnap.inspection.summary import refuse_key, summarise
+from kvsnap.inspection.summary import load_as, summarise
 from kvsnap.layout import Snapshot
 from kvsnap.results import numbers
 
@@ -40,15 +40,12 @@ def opened(source: Snapshot | str | os.PathLike[str], key: bytes | None, commit:
             raise InputError("a snapshot in memory has no commits and needs no key")
         return source, _side(source)
     path, found = os.fspath(source), formats.format_of(source)
-    if found.name != native.NAME:
-        refuse_key(found.name, key, path)
-        if commit is not None:
-            raise InputError(f"{found.name} files have no commits", path=path, found=commit)
-        snapshot = found.load(path, mmap=True)
-    elif commit is None:
-        snapshot = native.load(path, mmap=True, key=key)
-    else:
+    if commit is None:
+        snapshot = load_as(found, path, key)
+    elif found.name == native.NAME:
         snapshot = snapshot_of(at_commit(native.NativeFile.open(path, key=key), commit))
+    else:
+        raise InputError(f"{found.name} files have no commits", path=path, found=commit)
     summary = summarise(path, key=key)
     encodings = {name: stored.stored for name, stored in summary.stored.items()} if commit is None else {}
     return snapshot, _side(snapshot, path, found.name, commit, summary.file_bytes, encodings)

@@ -28,7 +28,7 @@ from kvsnap.inspection.growth.answers import (
 )
 from kvsnap.inspection.growth.configuration import Configured, configured, json_of, read_configuration
 from kvsnap.inspection.growth.settings import INSIDE, text_settings
-from kvsnap.inspection.summary import refuse_key
+from kvsnap.inspection.summary import load_as
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Described, Engine
 from kvsnap.quantised import Quantisation, shape_of
@@ -97,11 +97,8 @@ def _of_path(path: Path, dtype: str | None, encoder_rows: int | None, key: bytes
     if os.path.isdir(path) or (path.suffix == ".json" and os.path.isfile(path) and not _is_cache(path)):
         return _of_configuration(read_configuration(path), str(path), dtype, encoder_rows)
     found = formats.format_of(path)
-    if found.name != native.NAME:
-        refuse_key(found.name, key, path)
-        return _of_snapshot(found.load(os.fspath(path), mmap=True), str(path), "file")
-    made = _of_snapshot(native.load(path, key=key), str(path), "file")
-    return replace(made, history=_history(path))
+    made = _of_snapshot(load_as(found, path, key), str(path), "file")
+    return replace(made, history=_history(path)) if found.name == native.NAME else made
 
 
 def _is_cache(path: Path) -> bool:

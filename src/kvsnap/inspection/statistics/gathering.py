@@ -12,7 +12,6 @@ import numpy as np
 
 from kvsnap import formats
 from kvsnap.errors import InputError
-from kvsnap.formats import native
 from kvsnap.inspection.statistics.along import LONGEST, Alike, Norms, Sinks, picks_of
 from kvsnap.inspection.statistics.answers import (
     Channels,
@@ -25,7 +24,7 @@ from kvsnap.inspection.statistics.answers import (
 from kvsnap.inspection.statistics.figures import channels_of, distribution_of, heads_of, layer_of
 from kvsnap.inspection.statistics.findings import findings_of, notes_of
 from kvsnap.inspection.statistics.measuring import Measured, Numbers, has_products, measure, spans_for
-from kvsnap.inspection.summary import refuse_key
+from kvsnap.inspection.summary import load_as
 from kvsnap.inspection.values import HeadRows, head_rows
 from kvsnap.layout import Snapshot
 from kvsnap.protocols import Progress
@@ -71,11 +70,7 @@ def _opened(source: Snapshot | str | os.PathLike[str], key: bytes | None) -> tup
     if isinstance(source, Snapshot):
         path = source.source.get("path")
         return source, None if path is None else str(path)
-    found = formats.format_of(source)
-    if found.name == native.NAME:
-        return native.load(source, mmap=True, key=key), os.fspath(source)
-    refuse_key(found.name, key, source)
-    return found.load(os.fspath(source), mmap=True), os.fspath(source)
+    return load_as(formats.format_of(source), source, key), os.fspath(source)
 
 
 def _number(value: object) -> int:
