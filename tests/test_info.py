@@ -318,6 +318,24 @@ def test_rows_of_a_window_before_a_gap_are_stored_and_not_decoded(ends: tuple[in
     assert (found.layers[0].stored > found.layers[0].decoded) == (len(ends) != 3)
 
 
+@pytest.mark.parametrize(
+    ("ends", "lossy", "exact"),
+    [((6, 19), 1, True), ((4, 20, 22), 1, True), ((6, 9, 12), 1, False), ((4, 20), 2, False)],
+)
+def test_a_file_is_exact_where_all_that_is_off_is_before_a_gap(
+    ends: tuple[int, ...], lossy: int, exact: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.kvsnap"
+    with Session.open(path) as session:
+        for number, (start, stop) in enumerate(zip((0, *ends[:-1]), ends, strict=True), 1):
+            made = snapshot_of_kinds(range(1, stop + 1), ["window8"], start=start)
+            session.append(made, codec="q8" if number == lossy else "exact")
+    found, loaded = kvsnap.inspect(path), kvsnap.load(path)
+    assert (found.exact, found.bound) == (loaded.bound == 0, loaded.bound)
+    assert found.exact == exact
+    assert found.stored["q8"].bound > 0
+
+
 # -- turns, forks, damage ------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from kvsnap import codecs
 from kvsnap.errors import DamagedError, FormatError, KeyNeededError, KvsnapError
 from kvsnap.files import status
 from kvsnap.formats.native import NativeFile
+from kvsnap.formats.native.assemble import bound_of
 from kvsnap.formats.native.base import parent_path
 from kvsnap.formats.native.read import Span
 from kvsnap.formats.native.said import Said, unpack_messages
@@ -89,7 +90,8 @@ class _Sums:
 class _Windows:
     """The decoded bytes that windows hold, from the spans in their order.
 
-    Rows before a gap are stored, so that a rewind reaches them, and are no rows of the tensor.
+    Rows before a gap are stored, so that a rewind reaches them, and are no rows of the tensor. `gaps` tells whether
+    there are any.
     """
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
@@ -98,6 +100,7 @@ class _Windows:
         self._per_row = np.array([spec.tokens_per_row for spec in self._specs], np.int64)
         self._ends = np.zeros(len(self.ids), np.int64)
         self._rows: dict[int, npt.NDArray[np.int64]] = {}  # by codec, of each tensor
+        self.gaps = False
 
     def add(self, span: Span) -> None:
         """Take in a span."""
@@ -109,6 +112,7 @@ class _Windows:
         kept = np.clip(stop - starts, 0, n_rows)
         gone = places[starts != self._ends[places]]
         for rows in self._rows.values():
+            self.gaps |= bool(rows[gone].any())
             rows[gone] = 0
         for codec in np.unique(codec_ids).tolist():
             rows = self._rows.setdefault(codec, np.zeros(len(self.ids), np.int64))
@@ -119,6 +123,7 @@ class _Windows:
         """Let these bytes count as decoded, after `n_rows` rows in all."""
         whole = self._ends == n_rows // self._per_row  # else nothing is held behind a gap at the end
         for codec, rows in self._rows.items():
+            self.gaps |= bool(rows[~whole].any())
             for spec, held in zip(self._specs, np.where(whole, rows, 0).tolist(), strict=True):
                 sums.decode(spec.id, codec, spec.nbytes(held) if held else 0)
 
@@ -260,6 +265,8 @@ def _whole(file: NativeFile) -> Summary:
     layers = layer_summaries(_shapes(geometry), parts, sums.states())
     generated = sum(r.count for r in runs if r.kind == "generated")
     bound = max((s.bound for s in stored.values()), default=0.0)
+    if bound and windows.gaps:  # what is off may all be before them; the tables are read once more
+        bound = bound_of(file, file.spans())
     begins, ends = excerpts(said.text, unpack_messages(said.messages))
     made = replace(
         _outline(file), layers=layers, groups=groups_of(layers), parts=parts, stored=stored, bound=bound,
